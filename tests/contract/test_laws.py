@@ -348,14 +348,16 @@ class TestPriorities:
         assert_priorities(storage, lanes, {**raw, lanes.live()[-1]: 3.0}, 1.0)
 
     @pytest.mark.requirement("per-new")
-    def test_rows_that_were_written_while_another_sampler_drew(self):
+    @pytest.mark.parametrize("num_rows", [0, 1, 7])
+    def test_rows_that_were_written_while_another_sampler_drew(self, num_rows):
         per = PERSampler(8, alpha=1.0, beta=1.0, eps=1e-9)
         storage, lanes = assemble(8, sampler=per), Lanes(8)
         index = lanes.write(storage, [ends([3])])[0]
         storage.update_priority(index, torch.tensor([4.0, 2.0, 3.0]))
         raw = dict(zip(lanes.live(), [4.0, 2.0, 3.0], strict=True))
         storage.set_sampler(UniformSampler())
-        lanes.write(storage, [ends([7])])
+        if num_rows:
+            lanes.write(storage, [ends([num_rows])])
         storage.sample(4)
         storage.set_sampler(per)
         assert_priorities(storage, lanes, {s: raw.get(s, 4.0) for s in lanes.live()}, 1.0)

@@ -1,0 +1,213 @@
+"""Ready-made storages: what each one is, of environments and options."""
+
+import gymnasium
+import pytest
+import torch
+from contract.lanes import Lanes, ends
+from contract.make import DISCOUNT, library, make, make_for, new_folder
+from contract.steps import Player, assert_same, ids_of, reward_fn, rows
+from gymnasium.vector import AutoresetMode
+from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv
+from torchrl.envs.transforms import RewardScaling
+
+RECIPES = ["uniform", "n-step", "prioritized", "recency", "hindsight", "all"]
+
+
+def filled(kind, **options):
+    storage, lanes = make(kind, **{"size": 40, "batch_size": 20, **options}), Lanes(40)
+    lanes.write(storage, [ends([5, 9, 3, 6], 4)])
+    return storage, lanes
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [
+        ("uniform", set()),
+        ("n-step", {"steps_to_next_obs"}),
+        ("prioritized", {"priority_weight"}),
+        ("recency", {"priority_weight"}),
+        ("hindsight", {"her_mask", "goal_index"}),
+        ("all", {"steps_to_next_obs", "priority_weight", "her_mask", "goal_index"}),
+    ],
+)
+def test_what_batches_hold(place, kind, entries):
+    """The fields of a transition, where it is from, and what each part adds."""
+    storage, lanes = filled(kind, place=place)
+    batch = storage.sample()
+    assert batch.batch_size == batch["next"].batch_size == (20,)
+    always = {*rows(lanes.live()).keys(True, True), "index"}
+    found = {*batch.keys(True, True)} - {"priority_stamp"}
+    if kind == "recency":
+        found.add("priority_weight")
+    assert found == always | entries
+    assert_same(storage[batch["index"]], rows(lanes.of(batch)))
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_further_entries_of_a_collector_are_dropped(kind):
+    storage, data = make(kind), rows(Player().play([4]))
+    data["step_count"] = data["next", "step_count"] = torch.ones(4, 1, dtype=torch.int64)
+    data["collector", "traj_ids"] = torch.zeros(4, dtype=torch.int64)
+    storage.extend(data)
+    assert not {"step_count", "collector"} & {*storage[:].keys()}
+
+
+# What each option does: (a value, whether a storage with it shows it)
+OPTIONS = {
+    "batch_size": (7, lambda s: len(s.sample()) == 7),
+    "storage_size": (8, lambda s: len(s) == 8),
+    "seed": (
+        5,
+        lambda s: ids_of(s.sample()).tolist() != ids_of(filled("all")[0].sample()).tolist(),
+    ),
+    "n_step": (1, lambda s: bool((s.sample().get("steps_to_next_obs", torch.ones(1)) == 1).all())),
+    "discount": (0.0, lambda s: s.discount == 0),
+    "alpha": (0.0, lambda s: bool((s.sample().get("priority_weight", torch.ones(1)) == 1).all())),
+    "beta": (0.0, lambda s: s.beta == 0),
+    "eta": (1.0, lambda s: len(set(ids_of(s.sample(600)).tolist())) == 27),
+    "c_min": (9, lambda s: s.c_min == 9),
+    "num_goals": (0, lambda s: not s.sample()["her_mask"].any()),
+    "strategy": ("final", lambda s: s.strategy == "final"),
+    "sample_unit": (library.EpisodeSequence(3), lambda s: len(s.sample()) == 60),
+    "terminated_fn": (
+        lambda achieved, *_: torch.ones(len(achieved), dtype=torch.bool),
+        lambda s: bool(s.sample()["next", "terminated"][s.sample()["her_mask"]].any()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_does_something(name):
+    value, shows = OPTIONS[name]
+    storage, _ = filled("all", **({} if name == "storage_size" else {name: value}))
+    if name == "storage_size":
+        storage = make("all", size=value)
+        Lanes(value).write(storage, [ends([5, 9])])
+    assert shows(storage)
+
+
+class TestFromEnv:
+    def test_a_single_environment(self):
+        env = gymnasium.make("BitFlipping-v0", n_bits=3)
+        storage = make_for(env, "hindsight", reward_fn=library.gym_reward(env), num_goals=2)
+        assert storage.num_goals == 2
+        seen, _ = env.reset(seed=0)
+        storage.record(seen, 1, *env.step(1)[1:], env.step(2)[0])
+        assert storage[:]["observation"].shape == (1, 3)
+
+    @pytest.mark.parametrize("mode", AutoresetMode)
+    def test_a_vector_says_how_many_and_how_they_reset(self, mode):
+        envs = gymnasium.make_vec(
+            "CartPole-v1",
+            num_envs=3,
+            vectorization_mode="sync",
+            vector_kwargs={"autoreset_mode": mode},
+        )
+        storage, (before, _) = make_for(envs, size=90), envs.reset(seed=0)
+        for _ in range(5):
+            actions = envs.action_space.sample()
+            after, *outcome = envs.step(actions)
+            storage.record(before, actions, *outcome, after)
+            before = after
+        assert len(storage) == 15
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_an_environment_of_torchrl(self, num_envs):
+        def make_env():
+            return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+        env = make_env() if num_envs == 1 else SerialEnv(num_envs, make_env)
+        storage = make_for(env, "n-step", size=90)
+        storage.extend(env.rollout(5, break_when_any_done=False))
+        assert len(storage) == 5 * num_envs
+        assert storage.sample(4)["observation"].shape == (4, 4)
+
+    def test_something_else_raises(self):
+        for wrong in (5, "CartPole-v1", None):
+            with pytest.raises(TypeError):
+                make_for(wrong)
+
+
+@pytest.mark.requirement("episodes")
+class TestEpisodes:
+    """`EpisodeReplayStorage`: its samples are whole episodes."""
+
+    def test_samples_are_those_of_sample_episodes(self, place):
+        storage, other = (make("episodes", place=place, size=20, batch_size=3) for _ in range(2))
+        for each in (storage, other):
+            Lanes(20).write(each, [ends([4, 2, 5], 3)])
+        for _ in range(3):
+            one, same = storage.sample(), other.sample_episodes(3)
+            assert torch.equal(ids_of(one), ids_of(same))
+            last = one["collector", "mask"].sum(1) - 1
+            assert one["next", "done"][torch.arange(3), last].all()
+        assert len(storage.sample(7)) == 7
+
+    def test_only_finished_and_whole_ones_can_be_sampled(self):
+        storage, lanes = make("episodes", size=10, batch_size=3), Lanes(10)
+        for flags, can in ((ends([], 3), False), (ends([1]), True), (ends([], 9), False)):
+            lanes.write(storage, [flags])
+            assert storage.can_sample() is can
+            if not can:
+                with pytest.raises(RuntimeError, match="finished"):
+                    storage.sample()
+
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_an_episode_that_does_not_fit_raises(self, num_envs):
+        storage = make("episodes", lanes=num_envs, size=6 * num_envs)
+        with pytest.raises(ValueError, match=r"6.*7"):
+            Lanes(6 * num_envs, num_envs).write(storage, [ends([7])] * num_envs)
+        assert len(storage) == 0
+        Lanes(6 * num_envs, num_envs).write(storage, [ends([6])] * num_envs)
+        assert storage.is_full
+
+
+class TestTransforms:
+    """Transforms of TorchRL take part, in batches and in what is written."""
+
+    def test_of_a_batch(self):
+        storage, lanes = filled("hindsight")
+        storage.append_transform(RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]))
+        storage.append_transform(
+            DTypeCastTransform(torch.float64, torch.float32, in_keys=["effort"], in_keys_inv=[])
+        )
+        batch = storage.sample()
+        new = batch["her_mask"]
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        assert torch.equal(batch["next", "reward"][new, 0], 2 * reward[new])
+        assert batch["effort"].dtype is torch.float32
+        assert_same(storage[batch["index"]], rows(lanes.of(batch)))
+
+    def test_the_discount_of_the_recipes(self):
+        storage, _ = filled("n-step")
+        assert (storage.n_step, storage.discount) == (3, DISCOUNT)
+
+
+@pytest.mark.requirement("persistence")
+def test_a_reader_draws_as_the_writer_does():
+    path = new_folder() / "rows"
+    options = {"place": "directory", "path": path, "size": 20, "batch_size": 5, "seed": 1}
+    with pytest.raises(FileNotFoundError):
+        make("n-step", mode="r", **options)
+    storage, lanes = make("n-step", **options), Lanes(20)
+    lanes.write(storage, [ends([4], 3)])
+    reader = make("n-step", mode="r", **options)
+    for _ in range(3):
+        assert_same(storage.sample(), reader.sample())
+    lanes.write(storage, [ends([5])])
+    reader.sample()
+    assert len(reader) == len(storage) == 12
+    with pytest.raises(RuntimeError, match="read"):
+        lanes.write(reader, [ends([1])])
+    with pytest.raises(ValueError, match="path"):
+        make("n-step", mode="r")
+
+
+@pytest.mark.parametrize(
+    "key", ["index", "her_mask", "goal_index", "priority_weight", "anchor_index", "sequence_id"]
+)
+def test_names_that_sampling_sets_are_refused(key):
+    box = gymnasium.spaces.Box(-1, 1, (2,))
+    for options in ({"info_keys": {key: box}}, {"extra_fields": {key: (torch.float32, (2,))}}):
+        with pytest.raises(ValueError, match=key):
+            make(**options)
