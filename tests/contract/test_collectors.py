@@ -1,5 +1,7 @@
 """TorchRL's collectors and rollouts write, in one piece or flat, and nothing crosses an episode."""
 
+import multiprocessing
+import os
 import random
 import warnings
 
@@ -11,7 +13,7 @@ from contract.lanes import Lanes
 from contract.make import make, make_for
 from contract.steps import Player, ids_of, rows
 from tensordict import LazyStackedTensorDict
-from torchrl.collectors import Collector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import GymWrapper, SerialEnv
 
 pytestmark = [
@@ -29,7 +31,7 @@ class TallyEnv(gymnasium.Env):
 
     def __init__(self):
         TallyEnv.made += 1
-        self.number, self.episode = TallyEnv.made, -1
+        self.number, self.episode = (os.getpid() << 20) + TallyEnv.made, -1
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -132,6 +134,91 @@ class TestCollector:
         with pytest.raises(ValueError, match="traj"):
             storage.extend(data.reshape(-1))
         assert len(storage) == 0
+
+
+def two_tallies():
+    return SerialEnv(2, tally)
+
+
+class TestProcesses:
+    """Worker processes that write to one storage, or send what the loop writes."""
+
+    @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+    @pytest.mark.parametrize("trajs_per_batch", [None, 2])
+    def test_workers_that_write(self, kind, trajs_per_batch, start_processes_by):
+        start_processes_by("fork")
+        storage, environments = tally_storage(1 if trajs_per_batch else 2, 160), set()
+        collector = kind(
+            [two_tallies, two_tallies],
+            None,
+            frames_per_batch=40,
+            total_frames=600,
+            replay_buffer=storage,
+            trajs_per_batch=trajs_per_batch,
+        )
+        for _ in collector:
+            if len(storage):
+                batch = storage.sample(64)
+                assert torch.equal(batch["next", "observation"][:, :2], batch["observation"][:, :2])
+                environments |= set(storage[:]["observation"][:, 0].tolist())
+        collector.shutdown()
+        assert_nothing_crosses(storage)
+        assert storage.write_count > 450
+        assert len(environments | set(storage[:]["observation"][:, 0].tolist())) == 4
+
+    @pytest.mark.requirement("flat-batches")
+    @pytest.mark.parametrize(
+        ("kind", "cat_results"),
+        [(MultiSyncCollector, 0), (MultiSyncCollector, "stack"), (MultiAsyncCollector, None)],
+    )
+    def test_batches_that_the_loop_writes(self, kind, cat_results, start_processes_by):
+        start_processes_by("fork")
+        storage = tally_storage(4, 120)
+        collector = kind(
+            [two_tallies] * 2, None, frames_per_batch=40, total_frames=400, cat_results=cat_results
+        )
+        for data in collector:
+            storage.extend(data.clone() if cat_results == 0 else data.reshape(-1).clone())
+        collector.shutdown()
+        assert_nothing_crosses(storage)
+        assert storage.write_count == 400
+
+    def in_child(self, function, *args):
+        """Runs it in a child that is cheap to start."""
+        child = multiprocessing.get_context("fork").Process(target=function, args=args)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+
+    def test_a_shared_storage_is_written_by_turns(self):
+        storage, players = make("n-step", n_step=100, discount=1.0).share(), [Player(0), Player(1)]
+        blocks = [rows(players[number % 2].play([], 3 + number)) for number in range(4)]
+        for number, block in enumerate(blocks):
+            if number % 2:
+                self.in_child(storage.extend, block)
+            else:
+                storage.extend(block)
+        assert len(storage) == storage.write_count == 18
+        # Where the process changes, so does the episode.
+        expected = [count for block in blocks for count in range(len(block), 0, -1)]
+        numbers = torch.cat([ids_of(block) for block in blocks]).tolist()
+        assert lengths(storage) == dict(zip(numbers, expected, strict=True))
+
+    def test_priorities_and_emptying_in_a_shared_storage(self):
+        storage, player = make("prioritized", size=12, beta=1.0, alpha=1.0), Player()
+        index = storage.extend(rows(player.play([4])))
+        storage.update_priority(index, torch.tensor([8.0, 0.5, 0.5, 0.5]))
+        storage.share()
+        self.in_child(storage.extend, rows(player.play([4])))
+        batch = storage.sample(400)
+        raw = {number: 0.5 if 0 < number < 4 else 8.0 for number in ids_of(batch).tolist()}
+        assert len(raw) == 8
+        expected = torch.tensor([0.5 / raw[number] for number in ids_of(batch).tolist()])
+        torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+        self.in_child(storage.empty)
+        assert len(storage) == 0
+        self.in_child(storage.extend, rows(player.play([2])))
+        assert len(set(ids_of(storage.sample(50)).tolist())) == 2
 
 
 def _of(place):
