@@ -18,7 +18,6 @@ from torchrl.data import (
     PrioritizedSampler,
     RandomSampler,
     RayReplayBuffer,
-    ReplayBuffer,
     RoundRobinWriter,
     SamplerWithoutReplacement,
     SliceSampler,
@@ -105,7 +104,7 @@ PRIVATE_ATTRIBUTES = {
             "_sample _replay_lock _write_lock _storage _sampler _writer _transform _sample_unit "
             "_rng _collate_fn _consume_after_n_samples _batch_size _iterator _prefetch "
             "_prefetch_cap _prefetch_queue _futures_lock _clear_prefetch_queue_locked "
-            "_capture_prefetch_state _restore_prefetch_queue_locked _start_distributed_service "
+            "_capture_prefetch_state _start_distributed_service "
             "_ServiceClass _getattr _setattr"
         ),
         "RayReplayBuffer": "_rb _service_cls",
@@ -182,8 +181,6 @@ def test_private_names_exist(owner):
         (RoundRobinWriter._bump_generation, {"self", "index", "data"}),
         (RoundRobinWriter._mark_update_entities, {"self", "index"}),
         (RandomSampler._empty, {"self"}),
-        (ReplayBuffer._dump_prefetch_state, {"self", "path", "prefetch_state"}),
-        (ReplayBuffer._load_prefetch_state, {"self", "path"}),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
