@@ -91,6 +91,16 @@ def block(change=lambda data: None, num_steps=3, lanes=2):
     return data if changed is None else changed
 
 
+def terminal(at):
+    """Rows of which one is terminal and not done: n-step returns would sum past it."""
+
+    def change(data):
+        data["next", "terminated"] = torch.zeros_like(data["next", "done"])
+        data["next", "terminated"][1, at] = True
+
+    return change
+
+
 def flagged(data):
     data["next", "done"] = data["next", "done"].squeeze(-1)
 
@@ -113,6 +123,8 @@ WRITES = {
             ("no next goal", lambda d: d.exclude(("next", "achieved_goal")), KeyError),
             ("no info", lambda d: d.exclude("effort"), KeyError),
             ("a flag without its dimension", flagged, ValueError),
+            ("a first row that is terminal and not done", terminal(0), ValueError),
+            ("a last row that is terminal and not done", terminal(-1), ValueError),
             ("a shape", lambda d: d.set("action", torch.zeros(2, 3, 5)), ValueError),
             (
                 "a dtype",
