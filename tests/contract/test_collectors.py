@@ -268,6 +268,31 @@ class TestGaps:
         numbers = torch.cat([ids_of(block).flatten() for block in blocks]).tolist()
         assert lengths(storage) == dict(zip(numbers, [3, 2, 1] * 6, strict=True))
 
+    @pytest.mark.filterwarnings("ignore:.*end_episodes:UserWarning")
+    @pytest.mark.parametrize("seed", range(12))
+    def test_they_are_cut_wherever_observations_say_so(self, place, seed):
+        """Gaps at any step of any lane, within blocks and between them, beside true ends."""
+        draw = random.Random(seed)
+        storage = self.make(place, size=200, on_gap="cut")
+        players, written = [Player(0), Player(1)], [[], []]
+        for _ in range(4):
+            num_steps = draw.randint(1, 6)
+            for player, steps in zip(players, written, strict=True):
+                for _ in range(num_steps):
+                    if draw.random() < 0.2:
+                        player.jump()
+                    steps.append(player.step(draw.choice(["", "", "", "terminated", "truncated"])))
+            storage.extend(torch.stack([rows(steps[-num_steps:]) for steps in written]))
+        expected = {}
+        for steps in written:
+            following = 0
+            for at in reversed(range(len(steps))):
+                goes_on = at + 1 < len(steps) and not steps[at].end
+                goes_on = goes_on and steps[at + 1].id == steps[at].id + 1
+                following = following + 1 if goes_on else 1
+                expected[steps[at].id] = following
+        assert lengths(storage) == expected
+
     def test_they_may_be_ignored(self, place):
         storage, player = self.make(place, 1, on_gap="ignore"), Player()
         storage.extend(rows(player.play([], 3)))
