@@ -733,7 +733,7 @@ def test_minari_and_back(monkeypatch, tmp_path, capsys):
 def test_minari_of_lanes_cuts_and_single_actions(monkeypatch, tmp_path):
     minari_home(monkeypatch, tmp_path)
     spaces = Box(-1, 1, (2,)), Discrete(3)
-    storage = UniformReplayStorage(*spaces, storage_size=12, num_envs=2)
+    storage = UniformReplayStorage(*spaces, storage_size=12, num_envs=2, autoreset_mode="Disabled")
     for step in range(8):
         done = np.array([step == 3, step == 6])
         after = np.full((2, 2), step + 1, np.float32)

@@ -111,7 +111,9 @@ def test_the_ring_of_one_lane_that_has_wrapped():
 
 
 def test_the_ring_of_lanes_of_unequal_fill():
-    storage = UniformReplayStorage(*SPACES, storage_size=12, num_envs=2, on_gap="ignore")
+    storage = UniformReplayStorage(
+        *SPACES, storage_size=12, num_envs=2, autoreset_mode="Disabled", on_gap="ignore"
+    )
     storage.extend(steps(3, [1]), lanes=[1])
     storage.extend(steps(1), lanes=[0])
     ax = plot_ring(storage)

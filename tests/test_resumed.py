@@ -3,13 +3,11 @@
 import pickle
 
 import numpy as np
-import pytest
 import torch
 from gymnasium import spaces
 from in_pairs import in_pairs
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.envs import DoubleToFloat
 
 from trl_storages import (
     EpisodeWriter,
@@ -18,7 +16,6 @@ from trl_storages import (
     ReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.gym import GymRecorder
 
 FRAMES = 3
 LENGTHS = (2, 3, 5)
@@ -131,10 +128,12 @@ def check(storage, before, loop):
     way=[*WAYS],
     kind=[*OPTIONS],
     num_envs=[1, 3],
-    mode=["NextStep", "SameStep", "Disabled", None],
+    mode=["NextStep", "SameStep", "Disabled"],
     is_new=[True, False],
 )
 def test_the_next_steps_after_a_resume(way, kind, num_envs, mode, is_new, tmp_path):
+    # The step after an end is skipped with NextStep, whoever made it.
+    is_new = is_new and mode != "NextStep"
     for number, num_steps in enumerate(STEPS_BEFORE):
         place = tmp_path / str(number)
 
@@ -153,90 +152,6 @@ def test_the_next_steps_after_a_resume(way, kind, num_envs, mode, is_new, tmp_pa
             loop.step(storage)
         check(storage, before, loop)
         storage.close()
-
-
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
-@pytest.mark.parametrize("keep_steps", [0, 1])
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_the_next_steps_after_empty(on_disk, num_envs, keep_steps, is_new, tmp_path):
-    for number, num_steps in enumerate(STEPS_BEFORE):
-        storage = make(num_envs, "NextStep", tmp_path / str(number) if on_disk else None)
-        loop = Loop(num_envs, "NextStep", number=1)
-        for _ in range(num_steps):
-            loop.step(storage)
-        storage.empty(keep_steps=keep_steps)
-        if is_new:
-            storage.episodes.end_episodes()
-            loop = Loop(num_envs, "NextStep", number=50)
-        counts = [len(made) for made in loop.made]
-        for _ in range(7):
-            loop.step(storage)
-        made = [len(it) - count for it, count in zip(loop.made, counts, strict=True)]
-        assert len(storage) == sum(made) + keep_steps * num_envs
-        storage.close()
-
-
-@pytest.mark.parametrize("is_new", [True, False], ids=["new", "same"])
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_the_next_steps_after_going_back(num_envs, times, is_new, tmp_path):
-    """An older state is loaded, wherever in their episodes the environments are by now."""
-    for num_steps in range(1, 9):
-        storage, loop = make(num_envs, "NextStep"), Loop(num_envs, "NextStep", number=1)
-        loop.step(storage)
-        storage.dumps(tmp_path)
-        before = [[*made] for made in loop.made]
-        for _ in range(num_steps):
-            loop.step(storage)
-        for _ in range(times):
-            storage.loads(tmp_path)
-        if is_new:
-            loop = Loop(num_envs, "NextStep", number=50)
-        num_made = [len(made) for made in loop.made]
-        for _ in range(7):
-            loop.step(storage)
-        storage.validate()
-        rows, lane_of = (
-            storage[:],
-            storage.episodes.slots_by_age(torch.arange(len(storage)).flip(0)),
-        )
-        for lane in range(num_envs):
-            made = before[lane] + loop.made[lane][num_made[lane] :]
-            stored = rows["observation"][lane_of % num_envs == lane].tolist()
-            assert stored == [transition[0].tolist() for transition in made], (num_steps, lane)
-
-
-def test_a_refused_step_after_a_resume_changes_nothing():
-    storage, loop = make(3, "NextStep"), Loop(3, "NextStep", number=1)
-    for _ in range(2):
-        loop.step(storage)
-    storage = loaded(storage, lambda _: make(3, "NextStep"), None)
-    before, loop = loop.made, Loop(3, "NextStep", number=50)
-    first, flags = np.stack(loop.frames), np.zeros(3, bool)
-    with pytest.raises(ValueError, match="got 5 in environment 1"):
-        storage.record(first, [0, 5, 0], np.ones(3), flags, flags, {}, first)
-    for _ in range(7):
-        loop.step(storage)
-    check(storage, before, loop)
-
-
-def test_of_rows_that_transforms_change_the_stored_ones_are_compared():
-    def again(_):
-        return ReplayStorage(
-            storage=PackedStorage(50),
-            transform=DoubleToFloat(in_keys_inv=["observation", ("next", "observation")]),
-            recorder=GymRecorder(1, autoreset_mode="NextStep"),
-        )
-
-    zero = np.zeros(2, np.float32)
-    for is_new in (True, False):
-        storage = again(None)
-        storage.record(zero, 0, 1.0, True, False, {}, zero + 1)
-        storage = loaded(storage, again, None)
-        assert (
-            storage.record(zero + (5 if is_new else 1), 0, 0.0, False, False, {}, zero) is None
-        ) != is_new
 
 
 def collected(number, num_steps, num_envs, done=False):

@@ -106,8 +106,8 @@ class UniformReplayStorage(ReplayStorage):
         share_next: whether to store next observations only as the observations of the following rows:
             little more than half the memory, for identical batches.
         sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
-        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; None is for loops
-            that reset their environments themselves.
+        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
+            loops that reset themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
             its lane: "warn" once, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.

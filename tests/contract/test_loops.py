@@ -221,7 +221,6 @@ class TestRefused:
         storage.record(*step, infos, after)
         assert len(storage) == 3
 
-    @pytest.mark.xfail(reason="the mode is guessed", strict=True)
     @pytest.mark.parametrize("with_parts", [False, True])
     def test_several_environments_without_a_named_mode(self, with_parts):
         envs = SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -229,7 +228,9 @@ class TestRefused:
         after, *outcome = envs.step(np.ones(3, np.int64))
 
         def record():
-            storage = assemble(90, 3) if with_parts else make_for(envs, autoreset_mode=None)
+            storage = (
+                assemble(90, 3) if with_parts else make_for(envs, size=90, autoreset_mode=None)
+            )
             storage.record(before, np.ones(3, np.int64), *outcome, after)
 
         with pytest.raises(ValueError, match="autoreset_mode"):

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NestedKey
 
-from trl_storages.callers import warn_caller
 from trl_storages.gym.columns import Column
 from trl_storages.gym.fields import Choices, limits_of, strange_action
 from trl_storages.gym.layout import StepLayout
@@ -68,14 +67,12 @@ class Desk:
         self._outcomes, self._targets = targets[:3], targets[3:]
         self._kinds = [it.kind for it in self._targets]
         # What `check` looks at.
-        self._choices, self._has_warned = choices if block.is_on_host else {}, False
+        self._choices = choices if block.is_on_host else {}
         self._actions = [
             (each, *limits)
             for key, of_key in self._choices.items()
             for each, limits in zip(_each(columns[key]), limits_of(of_key), strict=True)
         ]
-        has_numbers = block.is_on_host and columns[REWARD].dtype.kind == "f"
-        self._rewards = _each(columns[REWARD]) if has_numbers else []
 
     def put(self, terminated: Any, truncated: Any, reward: Any, others: Sequence[Any]) -> bool:
         """Copies the values of a step to their columns.
@@ -123,9 +120,7 @@ class Desk:
             return False
 
     def check(self, lanes: Sequence[int]) -> None:
-        """Checks the values of a step, and warns once of rewards that are not finite.
-
-        On the host only, as reading values on a device would synchronize.
+        """Checks the actions of a step; on the host only, as reading a device would synchronize.
 
         Args:
             lanes: the environments that made a transition.
@@ -138,10 +133,6 @@ class Desk:
             for taken in action.tolist():
                 if not low <= taken <= high:
                     self._refuse(lanes)
-        for reward in self._rewards:
-            number = sum(reward.tolist())
-            if number - number != 0:
-                self._warn(lanes)
 
     def _refuse(self, lanes: Sequence[int]) -> None:
         """Raises if an environment that made a transition took an action outside its space."""
@@ -152,17 +143,6 @@ class Desk:
                     f"{wrong} in environment {lanes[lane]}; pass the action that `step` was given, or "
                     "make the storage for a space that has it"
                 )
-
-    def _warn(self, lanes: Sequence[int]) -> None:
-        rewards = self.block.columns[REWARD][lanes]
-        strange = np.argwhere(~np.isfinite(rewards))
-        if len(strange) and not self._has_warned:
-            self._has_warned, lane = True, int(strange[0, 0])
-            got = rewards[tuple(strange[0])]
-            warn_caller(
-                f"rewards must be finite, got {got} of environment {lanes[lane]}: networks that learn "
-                "from it are spoilt. It is stored as it is, and this is said once."
-            )
 
 
 class _Target(NamedTuple):

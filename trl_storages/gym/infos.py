@@ -1,4 +1,4 @@
-"""Reads the infos of a step for each environment, and detects resets that they don't announce.
+"""Reads the infos of a step for each environment.
 
 Infos come in the three forms that gymnasium has:
 
@@ -11,32 +11,21 @@ Letters: E environments, L of them that made a transition.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
-from trl_storages.callers import warn_caller
 from trl_storages.gym.layout import StepLayout, entries, leaves_of, read_tree
-from trl_storages.keys import DONE, REWARD, TERMINATED, TRUNCATED, key_path
-from trl_storages.rows import as_array
+from trl_storages.keys import key_path
 
 __all__ = [
     "Infos",
-    "LastBits",
-    "check_last_observations",
-    "check_time_limits",
-    "ends_to_watch",
     "last_observations",
 ]
 
 _MISSING = object()
-# Names of last observations: gymnasium's of today and before 1.0, and that of Stable-Baselines3's VecEnv.
-_LAST = ("final_obs", "final_observation", "terminal_observation")
-#: The bytes of the last observations of episodes, by environment.
-LastBits = dict[int, list[bytes]]
 
 
 class Infos:
@@ -96,34 +85,20 @@ class Infos:
             return torch.stack(values)
         return np.stack([np.asarray(value) for value in values])
 
-    def final_observation(self, lane: int, *, needed: bool) -> tuple[str, Any] | None:
-        """Returns the name and value of the last observation of an environment that ended, if there.
+    def final_obs(self, lane: int) -> Any:
+        """Returns the last observation of an environment that ended.
 
         Raises:
-            ValueError: it is needed, and not there.
+            ValueError: it is not there.
         """
-        for name in _LAST:
-            found = self._of_lane((name,), lane)
-            if found is not _MISSING and found is not None:
-                return f"infos[{name!r}]", found
-        if needed:
+        found = self._of_lane(("final_obs",), lane)
+        if found is _MISSING or found is None:
             raise ValueError(
                 f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
                 f"autoreset_mode 'SameStep', got the keys {self._names(lane)}; pass the infos of `step` "
                 "as they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
             )
-        return None
-
-    def has_reached_limit(self, lane: int) -> bool:
-        """Returns whether a time limit alone ended the episode of an environment, if that is said."""
-        name = "TimeLimit.truncated"
-        for path in ((name,), ("final_info", name)):
-            # What is not one flag of each environment says nothing of this one.
-            with suppress(IndexError, TypeError, ValueError):
-                value = np.asarray(self._of_lane(path, lane))
-                if value.dtype == bool and value.ndim == 0 and value:
-                    return True
-        return False
+        return found
 
     def _whole(self, path: tuple[str, ...], lanes: Sequence[int]) -> Any:
         """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
@@ -181,11 +156,8 @@ def _row(value: Any, lane: int) -> Any:
         ) from error
 
 
-# Loops whose environments are reset in another way than the storage was told.
-
-
 def last_observations(
-    layout: StepLayout, infos: Infos, lane: int, *, needed: bool
+    layout: StepLayout, infos: Infos, lane: int
 ) -> Iterator[tuple[NestedKey, torch.Tensor]]:
     """Yields the checked entries of the last observation of an environment that ended.
 
@@ -193,117 +165,12 @@ def last_observations(
         layout: of the transitions.
         infos: those of the step.
         lane: the environment.
-        needed: whether the infos must hold it; if False, nothing is yielded if they don't.
 
     Raises:
         KeyError, TypeError, ValueError: it is not an observation, or missing.
     """
-    if (found := infos.final_observation(lane, needed=needed)) is None:
-        return
-    name, given = found
+    name, given = "infos['final_obs']", infos.final_obs(lane)
     values = read_tree(layout.observations, entries(given), name)
     for leaf, value in zip(leaves_of(layout.observations), values, strict=True):
         column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
         yield leaf.next_key, column[0]
-
-
-def check_last_observations(
-    columns: Mapping[NestedKey, Any], layout: StepLayout, infos: Infos
-) -> None:
-    """Refuses next observations that are the first of a new episode, if the infos show it.
-
-    Args:
-        columns: the transitions of a step, `[E, ...]`.
-        layout: how they were read.
-        infos: those of the step.
-
-    Raises:
-        ValueError: the last observation in the infos is not the next observation that was given.
-    """
-    for lane in np.flatnonzero(as_array(columns[DONE])).tolist():
-        last = last_observations(layout, infos, lane, needed=False)
-        for key, value in last:
-            if not np.array_equal(as_array(value), as_array(columns[key][lane])):
-                raise ValueError(
-                    f"next_observations must hold the last observation of environment {lane}, which "
-                    "ended, but the one in the infos is another: it was reset in the same step; make "
-                    "the storage with autoreset_mode=env.metadata['autoreset_mode'], or 'SameStep'"
-                )
-
-
-def check_time_limits(columns: Mapping[NestedKey, Any], infos: Infos) -> None:
-    """Refuses terminal flags of episodes that only a time limit ended, if the infos show it.
-
-    Args:
-        columns: the transitions of a step, `[E, ...]`.
-        infos: those of the step.
-
-    Raises:
-        ValueError: an episode terminated and was not truncated, and the infos say the opposite.
-    """
-    terminated, truncated = (as_array(columns[key]) for key in (TERMINATED, TRUNCATED))
-    for lane in np.flatnonzero(terminated & ~truncated).tolist():
-        if infos.has_reached_limit(lane):
-            raise ValueError(
-                f"environment {lane} was cut by its time limit, as infos['TimeLimit.truncated'] says, "
-                "and got a terminal flag alone: pass the limits as truncateds, and terminateds without "
-                "them (or with them, if they count as terminal states too)"
-            )
-
-
-def ends_to_watch(
-    last: LastBits,
-    columns: Mapping[NestedKey, Any],
-    pairs: Sequence[tuple[NestedKey, NestedKey]],
-    *,
-    is_told: bool,
-) -> LastBits | None:
-    """Detects a step in which a vector of environments only resets some of them.
-
-    With gymnasium's next-step autoreset, the step after a done one has no reward and no flag, and
-    starts from exactly the observation that the episode ended with. A loop that resets by itself
-    continues from another observation; once one has, there is nothing more to watch.
-
-    Args:
-        last: the last observations of the episodes that ended in the step before, by environment.
-        columns: the transitions of a step, `[E, ...]`.
-        pairs: the keys of the observations, now and one step later.
-        is_told: whether the storage was told that the environments do not reset themselves.
-
-    Returns:
-        `last` for the next step; None if there is nothing more to watch.
-
-    Raises:
-        ValueError: the step only resets an environment. If that was told, or in a single environment,
-            it may be a transition: then this warns.
-    """
-    # Bytes are compared, in a tenth of the time that a comparison takes in torch.
-    before = [as_array(columns[key]) for key, _ in pairs]
-    done, rewards = as_array(columns[DONE]), as_array(columns[REWARD])
-    several = len(done) > 1
-    for lane, end in last.items():
-        if _bits(before, lane) != end or (several and (done[lane] or rewards[lane].any())):
-            return None
-    if last:
-        lane = next(iter(last))
-        if several and not is_told:
-            raise ValueError(
-                f"every step must be a transition, but environment {lane} ended, and this step has no "
-                "reward and begins with the observation that it ended with: gymnasium only resets it. "
-                "Make the storage with autoreset_mode=env.metadata['autoreset_mode'] ('NextStep'), or "
-                "with 'Disabled', if the loop resets by itself to where an episode may end."
-            )
-        warn_caller(
-            f"environment {lane} ended, and its next step begins with the observation it ended with. "
-            "If environments reset themselves, that step is no transition: make the storage with "
-            "autoreset_mode=env.metadata['autoreset_mode']; otherwise reset them when they end."
-        )
-        return None
-    after = [as_array(columns[key]) for _, key in pairs]
-    ends = {lane: _bits(after, lane) for lane in np.flatnonzero(done).tolist()}
-    # A step that changes nothing says nothing about resets.
-    return {lane: end for lane, end in ends.items() if end != _bits(before, lane)}
-
-
-def _bits(columns: Sequence[np.ndarray], lane: int) -> list[bytes]:
-    return [column[lane].tobytes() for column in columns]

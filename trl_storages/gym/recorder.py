@@ -5,7 +5,7 @@ Letters: E environments, L of them that made a transition in this step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +20,7 @@ from trl_storages.arguments import counted
 from trl_storages.gym.columns import Column
 from trl_storages.gym.desk import Desk
 from trl_storages.gym.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
-from trl_storages.gym.infos import (
-    Infos,
-    LastBits,
-    check_last_observations,
-    check_time_limits,
-    ends_to_watch,
-    last_observations,
-)
+from trl_storages.gym.infos import Infos, last_observations
 from trl_storages.gym.layout import StepLayout, entries, plan, read_tree
 from trl_storages.keys import DONE
 from trl_storages.ring.naming import Lanes, named_lanes
@@ -37,8 +30,6 @@ from trl_storages.saved.parts import SavedPart, SavedState
 __all__ = ["GymRecorder", "Memory"]
 
 _CPU, _NEXT_STEP = torch.device("cpu"), AutoresetMode.NEXT_STEP
-# Modes of loops that reset by themselves.
-_BY_HAND = (None, AutoresetMode.DISABLED)
 
 
 class Memory(NamedTuple):
@@ -48,30 +39,16 @@ class Memory(NamedTuple):
     """How the arguments map to fields; None until the first step."""
     ended: NDArray[np.bool_]
     """`[E]` whether the next step of an environment only resets it."""
-    last: LastBits | None
-    """The last observations of the episodes that ended in this step; see `ends_to_watch`."""
-
-
-class _Doubt(NamedTuple):
-    """Which environments the next step may only reset."""
-
-    ended: NDArray[np.bool_]
-    """`[E]` whether the episode of an environment has ended."""
-    goes_on: Callable[[TensorDict], NDArray[np.bool_]]
-    """Returns which of the transitions `[E]` begin with what it ended with, `[E]`."""
-    is_live: bool
-    """Whether it ended in this loop, and not in one that was saved."""
 
 
 class GymRecorder(SavedPart):
     """Turns the steps of a gymnasium loop into transitions, whatever its autoreset mode.
 
     With the mode `SameStep` an environment that ended has already been reset: its true last
-    observation is taken from the infos. With `NextStep` the step after the end only resets the
-    environment, and is skipped for it; after a resume, only if it begins with the last observation, as
-    the environments may be new. With `Disabled` and None, for loops that reset by themselves,
-    everything is taken as given; but until the loop has shown that it does, a step that looks like
-    gymnasium's own reset raises an error (None, and several environments) or warns.
+    observation is taken from `infos["final_obs"]`. With `NextStep` the step after the end only resets
+    the environment, and is skipped for it, also after a load or a reopening. With `Disabled`, for loops
+    that reset by themselves, everything is taken as given, and so is that of a single environment
+    without a mode. Of several environments the mode must be named.
 
     Args:
         num_envs: E, the number of environments; a single one may also come without the
@@ -111,8 +88,6 @@ class GymRecorder(SavedPart):
         self.layout: StepLayout | None = None
         # Environments whose next step only resets them.
         self._ended = np.zeros(num_envs, dtype=bool)
-        self._last: LastBits | None = {}
-        self._doubts: tuple[_Doubt, ...] = ()
         self._all_lanes = list(range(num_envs))
         self._flag = Column(*OUTCOME_FIELDS[DONE], num_envs)
         # Gathers the next step.
@@ -150,9 +125,8 @@ class GymRecorder(SavedPart):
         Raises:
             KeyError: an observation or an info lacks an entry.
             TypeError: a dtype is wrong, or not numeric.
-            ValueError: a shape is wrong, a last observation is missing from the infos, the infos say
-                that a time limit ended what is passed as terminated, or the step only resets an
-                environment and no mode says so. The state is unchanged then.
+            ValueError: a shape is wrong, a last observation is missing from the infos, or several
+                environments have no mode. The state is unchanged then.
         """
         step, memory = self.read(
             (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
@@ -177,16 +151,20 @@ class GymRecorder(SavedPart):
             `remember` once they are written, None if that has not changed.
         """
         observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
+        if self.num_envs > 1 and self.autoreset_mode is None:
+            raise ValueError(
+                f"autoreset_mode must be named for {self.num_envs} environments, got None: make the "
+                "storage with env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets them"
+            )
         infos = {} if infos is None else infos
         is_vector = self._is_vector(terminateds, infos)
         said = Infos(infos, self.num_envs, is_vector)
-        lanes = self._all_lanes
-        ended, doubts = self._ended, self._doubts
-        if not doubts and self.autoreset_mode is _NEXT_STEP and ended.any():
-            lanes = np.flatnonzero(~self._ended).tolist()
+        lanes, ended = self._all_lanes, self._ended
+        if self.autoreset_mode is _NEXT_STEP and ended.any():
+            lanes = np.flatnonzero(~ended).tolist()
             if not lanes:
                 flags = self._ends(terminateds, truncateds, is_vector)
-                return None, Memory(self.layout, as_array(flags)[:, 0], self._last)
+                return None, Memory(self.layout, as_array(flags)[:, 0])
         observations, next_observations = entries(observations), entries(next_observations)
         layout = self.layout
         if layout is None:
@@ -200,28 +178,14 @@ class GymRecorder(SavedPart):
             *read_tree(layout.observations, next_observations, "next_observations"),
         ]
         desk = self._desk_for(layout, row_layout, values[0], is_vector)
-        block, columns, done = desk.block, desk.block.columns, desk.ends
+        block, done = desk.block, desk.ends
         is_end = desk.put(terminateds, truncateds, rewards, values)
-        if doubts:
-            block.lanes = None
-            lanes = np.flatnonzero(~_only_reset(doubts, block.tensordict())).tolist()
-            if not lanes:
-                return None, Memory(layout, as_array(done)[:, 0].copy(), self._last)
         desk.check(lanes)
-        if is_end and infos:
-            check_time_limits(columns, said)
         finals = self._reset_already(done) if is_end else []
-        if finals:
+        for lane in finals:
             # Replace the first observations of the new episodes.
-            for lane in finals:
-                for key, row in last_observations(layout, said, lane, needed=True):
-                    block.put(key, row, lane)
-        elif infos and is_end:
-            check_last_observations(columns, layout, said)
-        last = self._last
-        if last is not None and (last or is_end) and self.autoreset_mode in _BY_HAND:
-            is_told = self.autoreset_mode is not None
-            last = ends_to_watch(last, columns, layout.pairs, is_told=is_told)
+            for key, row in last_observations(layout, said, lane):
+                block.put(key, row, lane)
         for key in self.info_keys:
             column = Column(*layout.fields[key], len(lanes))
             value = said.of_lanes(key, lanes, finals)
@@ -229,9 +193,9 @@ class GymRecorder(SavedPart):
         if self.autoreset_mode is _NEXT_STEP:
             ended = as_array(done)[:, 0].copy()
         block.lanes = None if len(lanes) == self.num_envs else lanes
-        if not doubts and layout is self.layout and ended is self._ended and last is self._last:
+        if layout is self.layout and ended is self._ended:
             return block, None
-        return block, Memory(layout, ended, last)
+        return block, Memory(layout, ended)
 
     def _ends(self, terminateds: Any, truncateds: Any, is_vector: bool) -> Tensor:
         """Returns which episodes end, `[E, 1]` bool."""
@@ -253,14 +217,13 @@ class GymRecorder(SavedPart):
         return self._desk
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has a desk of its own, and may be of a loop over other environments.
-        return self.__dict__ | {"_desk": None, "_last": self._last and {}, "_doubts": ()}
+        # A copy has a desk of its own.
+        return self.__dict__ | {"_desk": None}
 
     def remember(self, memory: Memory | None) -> None:
         """Updates the state after a step is written, with what `read` returned."""
         if memory is not None:
-            self.layout, self._ended, self._last = memory
-            self._doubts = ()
+            self.layout, self._ended = memory
 
     def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, for use after a manual `reset` of the environments.
@@ -274,36 +237,6 @@ class GymRecorder(SavedPart):
         stays = np.ones(self.num_envs, dtype=bool)
         stays[[*named_lanes(lanes, self.num_envs)]] = False
         self._ended = self._ended & stays
-        self._doubts = tuple(it._replace(ended=it.ended & stays) for it in self._doubts)
-        self.forget_observations()
-
-    def forget_observations(self) -> None:
-        """Forgets what environments ended with, as the next step may be of others."""
-        # None stays: the loop has shown that it resets by itself.
-        self._last = self._last and {}
-
-    @property
-    def ended(self) -> list[int]:
-        """The environments that the next step only resets, with `NextStep`."""
-        is_next = self.autoreset_mode is _NEXT_STEP
-        return np.flatnonzero(self._ended).tolist() if is_next else []
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether the next step must show which of these it really resets; see `doubt`."""
-        return bool(self._doubts)
-
-    def doubt(
-        self, goes_on: Callable[[TensorDict], NDArray[np.bool_]], *, is_live: bool = False
-    ) -> None:
-        """Lets the next step show which of the environments that `ended` it only resets.
-
-        Args:
-            goes_on: returns which of the transitions `[E]` begin with what the row before led to, `[E]`.
-                The others are of new environments.
-            is_live: whether these environments ended in this loop: loading a state leaves them so.
-        """
-        self._doubts = (*self._doubts, _Doubt(self._ended, goes_on, is_live))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns which environments ended with the last step."""
@@ -317,9 +250,8 @@ class GymRecorder(SavedPart):
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state."""
-        self.forget_observations()
-        self._ended = state["ended"].cpu().numpy().copy()
-        self._doubts = tuple(doubt for doubt in self._doubts if doubt.is_live)
+        # The environments may be those of this loop: a skipped first step costs less than a stored reset.
+        self._ended = self._ended | state["ended"].cpu().numpy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
@@ -350,17 +282,6 @@ class GymRecorder(SavedPart):
             return []
         found: list[int] = np.flatnonzero(as_array(done)).tolist()
         return found
-
-
-def _only_reset(doubts: Sequence[_Doubt], steps: TensorDict) -> NDArray[np.bool_]:
-    """Returns which of the environments `[E]` these steps only reset."""
-    *before, now = doubts
-    goes_on = now.goes_on(steps)
-    is_reset = now.ended & goes_on
-    for doubt in before:
-        # What goes on from the rows as they are now is no reset of those that were there before.
-        is_reset |= doubt.ended & ~goes_on & doubt.goes_on(steps)
-    return is_reset
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:

@@ -44,7 +44,6 @@ from trl_storages.replay.loader import make_loader
 from trl_storages.replay.options import OPTIONS, Parameter, checked
 from trl_storages.replay.remote import RayHandle, StorageType, in_actor
 from trl_storages.replay.saving import (
-    doubt_ends,
     load_state,
     read_generator,
     saved_generator,
@@ -702,13 +701,10 @@ class ReplayStorage(
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
                 self._known_rows = KnownRows()
-                # The environments may be reset as well, or go on.
-                doubt_ends(self, is_live=True)
                 if keep_steps and len(self):
                     self.writer.restart(keep_steps, empty_write_count, then=self._tell_of_kept)
                     return
                 super().empty(empty_write_count)
-                self._recorder.forget_observations()
 
     def _tell_of_kept(self, slots: torch.Tensor) -> None:
         """Resets the sampler to the rows that were kept."""
@@ -877,7 +873,6 @@ class ReplayStorage(
         super().__setstate__(state)
         registry.register(self)
         self._prefetch_in_order()
-        doubt_ends(self)
         if generator is not None:
             self.set_rng(generator)
 

@@ -13,7 +13,6 @@ from torchrl.data import Storage
 from trl_storages.arguments import tracker
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
-from trl_storages.replay.saving import doubt_ends
 from trl_storages.rows import check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
@@ -91,7 +90,6 @@ def resume(storage: Any) -> None:
         is_last = progress.get("number") == directory.words.commits.number
         if is_last and len(files.episodes) and "ended" in progress:
             storage._recorder.load_state_dict({"ended": torch.tensor(progress["ended"])})
-            doubt_ends(storage)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{directory.path} is damaged: its description says of generator, sampler or recorder "

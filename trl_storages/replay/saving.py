@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from tensordict import NestedKey, TensorDict
 from torchrl.envs.transforms import Transform
 
-from trl_storages.keys import next_key, shared_keys
 from trl_storages.ring import EpisodeIndex
 from trl_storages.rows import (
     Moved,
     PackedStorage,
     StockRows,
-    as_array,
     check_writable,
-    read_fields,
     rows_part,
 )
 from trl_storages.samplers import prioritized_of
@@ -32,7 +25,6 @@ from trl_storages.saved.parts import SavedPart, SavedState, as_part
 from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = [
-    "doubt_ends",
     "load_state",
     "read_generator",
     "saved_generator",
@@ -120,14 +112,11 @@ def load_state(storage: Any, state: Any, *, progress: bool = False) -> None:
 
 def _take(storage: Any, state: dict[str, Any], progress: bool) -> None:
     storage._clear_prefetch_queue_locked()
-    # The environments may be those of this loop, whatever is loaded.
-    doubt_ends(storage, is_live=True)
     prioritized = prioritized_of(storage._sampler)
     for name, part in _parts(storage).items():
         part.take_state(state[name], progress=progress)
         if name == "_storage" and prioritized is not None:
             prioritized.attach(storage._storage)  # loading rows may have created the files
-    doubt_ends(storage)
     storage._batch_size = state["_batch_size"]
     if (generator := read_generator(state["_rng"])) is not None:
         storage.set_rng(generator)
@@ -268,55 +257,3 @@ def read_generator(saved: Any) -> torch.Generator | None:
             f"the saved generator must be whole, and of a device here: {error}. Nothing was changed."
         ) from error
     return generator
-
-
-# The first steps after a resume may be of the same environments, or of new ones.
-
-
-def doubt_ends(storage: Any, *, is_live: bool = False) -> None:
-    """Lets the next `record` tell whether it is of the environments that were stored, or of new ones.
-
-    Args:
-        storage: the `ReplayStorage`.
-        is_live: whether the stored environments are those of this loop, unless that is in doubt already.
-    """
-    recorder, rows = storage._recorder, storage._storage
-    if getattr(rows, "reader", None) is not None or not (recorder.ended or recorder.is_in_doubt):
-        return
-    if is_live and recorder.is_in_doubt:
-        return
-    episodes, ends = rows.episodes, {}
-    if len(episodes):
-        is_packed = isinstance(rows, PackedStorage)
-        stored: Any = rows.layout.keys if is_packed else [*rows._storage.keys(True, True)]
-        keys = [key for key in shared_keys(stored) if key not in recorder.info_keys]
-        led_to = read_fields(rows, episodes.newest_slots(), [next_key(key) for key in keys])
-        ends = {key: as_array(led_to[next_key(key)]) for key in keys}
-    goes_on = partial(_goes_on, storage, ends, episodes.host_fill > 0)
-    recorder.doubt(goes_on, is_live=is_live)
-
-
-def _goes_on(
-    storage: Any,
-    ends: Mapping[NestedKey, NDArray[Any]],
-    has_rows: NDArray[np.bool_],
-    steps: TensorDict,
-) -> NDArray[np.bool_]:
-    """Returns which of the transitions `[E]` begin with what their lanes ended with, `[E]`.
-
-    Args:
-        storage: the `ReplayStorage`.
-        ends: key -> `[E, *shape]`.
-        has_rows: `[E]` which lanes have rows.
-        steps: from before the transforms.
-    """
-    rows = storage._transform.inv(steps)
-    known = [] if rows is None else [*rows.keys(True)]
-    there = {key: as_array(rows[key]) for key in ends if key in known}
-    return np.array(
-        [
-            is_known
-            and all(it[lane].tobytes() == ends[key][lane].tobytes() for key, it in there.items())
-            for lane, is_known in enumerate(has_rows)
-        ]
-    )
