@@ -105,7 +105,13 @@ class Loop:
 
 def make(recipe, device, **options):
     return RECIPES[recipe](
-        storage_size=SIZE, num_envs=LANES, batch_size=16, device=device, seed=0, **options
+        storage_size=SIZE,
+        num_envs=LANES,
+        autoreset_mode="Disabled",
+        batch_size=16,
+        device=device,
+        seed=0,
+        **options,
     )
 
 

@@ -402,7 +402,11 @@ class TestMisfits:
             "lanes": hindsight(**size, num_envs=LANES + 1),
             "size": hindsight(**{**size, "storage_size": SIZE + 10}, num_envs=LANES),
             "layout": UniformReplayStorage(
-                OBSERVATIONS["observation"], spaces.Discrete(999), **size, num_envs=LANES
+                OBSERVATIONS["observation"],
+                spaces.Discrete(999),
+                **size,
+                num_envs=LANES,
+                autoreset_mode="Disabled",
             ),
         }
 

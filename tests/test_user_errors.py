@@ -27,6 +27,8 @@ ENV = gymnasium.make("BitFlipping-v0", n_bits=BITS)
 
 
 def storage_for(num_envs: int = 1, **options) -> HERReplayStorage:
+    if num_envs > 1:
+        options.setdefault("autoreset_mode", "Disabled")
     return HERReplayStorage(
         ENV.observation_space,
         ENV.action_space,

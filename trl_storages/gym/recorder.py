@@ -250,8 +250,7 @@ class GymRecorder(SavedPart):
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a checked state."""
-        # The environments may be those of this loop: a skipped first step costs less than a stored reset.
-        self._ended = self._ended | state["ended"].cpu().numpy()
+        self._ended = state["ended"].cpu().numpy().copy()
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
