@@ -20,6 +20,7 @@ __all__ = [
     "Player",
     "Transition",
     "as_bits",
+    "assert_batches",
     "assert_same",
     "ids_of",
     "play",
@@ -168,6 +169,13 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
         other = found[key]
         assert (other.dtype, other.shape) == (value.dtype, value.shape), key
         assert torch.equal(as_bits(other), as_bits(value)), (key, other, value)
+
+
+def assert_batches(one: TensorDictBase, other: TensorDictBase) -> None:
+    """The same entries, bit for bit, but for those that say where rows lie."""
+    one, other = (batch.exclude("index", "goal_index", "priority_stamp") for batch in (one, other))
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    assert_same(one, other)
 
 
 def play(lengths: Sequence[Sequence[int]], unfinished: int = 0) -> list[list[Transition]]:

@@ -1,0 +1,203 @@
+"""What rows hold: every dtype, further fields, stacks of frames."""
+
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from contract.make import assemble, library, make, make_for, make_of
+from contract.steps import Player, assert_same, ids_of, rows
+from tensordict import TensorDict
+
+
+#: One field of each dtype that rows may hold.
+DTYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.requirement("nested-dtypes")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_at_every_level_bit_for_bit(place, dtype):
+    def values(*shape):
+        number = torch.arange(math.prod(shape)).reshape(shape)
+        return number % 3 == 1 if dtype is torch.bool else (number % 100 + 1).to(dtype)
+
+    data, seen = rows(Player().play([4, 5], 2)), values(12, 2, 3)
+    data["deep", "seen"], data["next", "deep", "seen"] = seen[:-1], seen[1:]
+    data["scalar"], data["next", "only"] = values(11), values(11, 5)
+    storage = assemble(20, place=place, on_gap="ignore")
+    index = storage.extend(data)
+    assert_same(storage[index], data)
+    batch = storage.sample(40)
+    order = {number: at for at, number in enumerate(ids_of(data).tolist())}
+    assert_same(batch, data[[order[number] for number in ids_of(batch).tolist()]])
+    history = storage[:]
+    assert_same(history, data)
+    assert_same(storage[3:7], data[3:7])
+
+
+@pytest.mark.requirement("her-info")
+def test_infos_and_further_fields_reach_the_reward_function(place):
+    env = gymnasium.make("BitFlipping-v0", n_bits=3)
+    seen = []
+
+    def reward(achieved, desired, infos):
+        seen.append({key: value.shape for key, value in infos.items()})
+        assert (infos["weight"][:, 0] == achieved.sum(-1) * 2).all()
+        return infos["weight"] * 3
+
+    storage = make_for(
+        env,
+        "hindsight",
+        place=place,
+        reward_fn=reward,
+        info_keys=("weight",),
+        extra_fields={"state": (torch.float64, (2, 2)), ("next", "reward"): (torch.float64, (1,))},
+        num_goals=math.inf,
+    )
+    before, _ = env.reset(seed=0)
+    for number in range(20):
+        after, *outcome, info = env.step(number % 3)
+        weight = np.float32([after["achieved_goal"].sum() * 2])
+        info = {**info, "weight": weight, "state": np.full((2, 2), number, np.float64)}
+        storage.record(before, number % 3, *outcome, info, after)
+        before = env.reset()[0] if outcome[1] or outcome[2] else after
+    batch = storage.sample(30)
+    assert seen == [{"weight": torch.Size([30, 1])}]
+    assert batch["state"].dtype is batch["next", "reward"].dtype is torch.float64
+    assert batch["state"].shape == (30, 2, 2)
+    assert torch.equal(batch["next", "reward"], 3 * batch["weight"].double())
+
+
+class TestFrameStacks:
+    """Stacks of three frames [3, 2], of which each frame is stored once."""
+
+    def play(self, lengths, history):
+        """[N] rows whose stacks begin with frames of `history`: "same" or "own"."""
+        number, blocks = 0, []
+        for length in lengths:
+            frames = torch.arange(number, number + length + 1).float()
+            past = frames[:1].expand(2) if history == "same" else frames[:1] + 0.5 * torch.rand(2)
+            frames = torch.cat([past, frames]).unsqueeze(1).expand(-1, 2)
+            stacks = frames.unfold(0, 3, 1).transpose(1, 2)
+            done = torch.arange(length).unsqueeze(1) == length - 1
+            block = {
+                "observation": stacks[:-1],
+                "action": torch.zeros(length, 2),
+                "effort": torch.zeros(length, 1, dtype=torch.float64),
+                "next": {
+                    "observation": stacks[1:],
+                    "reward": torch.ones(length, 1),
+                    "done": done,
+                    "terminated": done.clone(),
+                    "truncated": torch.zeros_like(done),
+                },
+            }
+            blocks.append(TensorDict(block, [length]).clone())
+            number += length + 1
+        return torch.cat(blocks)
+
+    @pytest.mark.requirement("stored-once")
+    @pytest.mark.parametrize(
+        "history",
+        [
+            "same",
+            pytest.param(
+                "own",
+                marks=pytest.mark.xfail(reason="stacks must begin by one rule", strict=True),
+            ),
+        ],
+    )
+    def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
+        storage = make("n-step", place=place, layout="frames", size=24)
+        data = self.play([4, 1, 7, 5, 3, 2, 9], history)
+        for block in data.split(5):
+            storage.extend(block)
+        batch, first = storage.sample(200), len(data) - 24
+        newest = data["observation"][:, -1, 0].tolist()
+        assert len(storage) == 24
+        assert batch["observation"].shape == (200, 3, 2)
+        for row in batch:
+            at = newest.index(row["observation"][-1, 0].item())
+            assert at >= first
+            assert torch.equal(row["observation"], data["observation"][at])
+            last = at + row["steps_to_next_obs"].item() - 1
+            assert torch.equal(row["next", "observation"], data["next", "observation"][last])
+
+    LAYOUTS = {
+        # Several channels a frame, as DrQ-v2 and CatFrames join them.
+        "first": ((6, 2, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),
+        "a new first": ((3, 2, 2), 0, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
+        "last": ((2, 2, 3), -1, lambda frames: np.stack([f[0] for f in frames[-3:]], -1)),
+        "middle": ((2, 3, 2), 1, lambda frames: np.stack([f[0] for f in frames[-3:]], 1)),
+    }
+
+    def loop(self, lane, stacked):
+        """Yields the steps of one environment: (observation, done, next observation)."""
+        random, number = np.random.default_rng(lane), lane * 1000
+        while True:
+            frames = [random.integers(0, 255, (2, 2, 2), np.uint8)] * 3
+            for _ in range(length := int(random.integers(1, 8))):
+                before = {"pixels": stacked(frames), "number": np.array([number])}
+                frames = [*frames, random.integers(0, 255, (2, 2, 2), np.uint8)]
+                number += 1
+                after = {"pixels": stacked(frames), "number": np.array([number])}
+                yield before, len(frames) == length + 3, after
+            number += 1
+
+    @pytest.mark.requirement("stored-once")
+    @pytest.mark.parametrize("name", LAYOUTS)
+    @pytest.mark.parametrize("num_envs", [1, 2])
+    def test_stacks_of_a_loop_along_any_dimension(self, place, name, num_envs):
+        """Also over n steps, and where the storage wraps."""
+        shape, dim, stacked = self.LAYOUTS[name]
+        pixels = gymnasium.spaces.Box(0, 255, shape, np.uint8)
+        number = gymnasium.spaces.Box(0, 9999, (1,), np.int64)
+        storage = make_of(
+            gymnasium.spaces.Dict({"pixels": pixels, "number": number}),
+            gymnasium.spaces.Discrete(3),
+            "n-step",
+            place=place,
+            storage_size=30,
+            num_envs=num_envs,
+            frame_stack={"pixels": library.FrameStack(3, dim)},
+            autoreset_mode="Disabled",
+        )
+        loops, written = [self.loop(lane, stacked) for lane in range(num_envs)], {}
+        for _ in range(45):
+            steps = [next(loop) for loop in loops]
+            for before, _, after in steps:
+                written |= {int(seen["number"][0]): seen["pixels"] for seen in (before, after)}
+            before, after = (
+                {key: np.stack([step[at][key] for step in steps]) for key in ("pixels", "number")}
+                for at in (0, 2)
+            )
+            done = np.array([step[1] for step in steps])
+            zeros = np.zeros(num_envs, np.int64)
+            values = [before, zeros, zeros * 1.0, done, done & False, {}, after]
+            if num_envs == 1:
+                before, after = ({key: seen[key][0] for key in seen} for seen in (before, after))
+                values = [before, 0, 0.0, bool(done[0]), False, {}, after]
+            storage.record(*values)
+        assert len(storage) == 30
+        batch = storage.sample(100)
+        for branch in (batch, batch["next"], storage[:], storage[:]["next"]):
+            wanted = [written[int(number)] for number in branch["number"]]
+            assert torch.equal(branch["pixels"], torch.from_numpy(np.stack(wanted)))
+        ahead = batch["next", "number"] - batch["number"]
+        assert torch.equal(ahead, batch["steps_to_next_obs"])
+
+    @pytest.mark.requirement("refused-is-unchanged")
+    def test_a_next_stack_that_is_not_moved_by_one_frame_is_refused(self):
+        storage = make(layout="frames", size=24)
+        data = self.play([4], "same")
+        data["next", "observation"][2, 0] += 9
+        with pytest.raises(ValueError, match="observation"):
+            storage.extend(data)
+        assert len(storage) == 0

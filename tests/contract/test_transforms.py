@@ -1,0 +1,226 @@
+"""Goals and rewards made anew, as one vector, compared with those that are stored."""
+
+import re
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from contract.lanes import Lanes, ends
+from contract.make import assemble, library, make_for
+from contract.steps import assert_batches, assert_same, reward_fn
+from tensordict import TensorDict
+from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+
+GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
+
+
+@pytest.mark.requirement("her-rewrite")
+class TestRelabel:
+    def filled(self, function, ends_fn=None):
+        relabel = GoalRelabel(function, terminated_fn=ends_fn)
+        storage, lanes = assemble(20, sampler=HERSampler(), transform=relabel), Lanes(20)
+        lanes.write(storage, [ends([6, 6, 6], 2)])
+        return storage, relabel
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            lambda reward: reward.unsqueeze(-1),
+            lambda reward: reward.double(),
+            lambda reward: reward.numpy(),
+            lambda reward: reward.clone().requires_grad_(),
+        ],
+    )
+    def test_forms_of_a_reward(self, form):
+        def reward(achieved, desired, _):
+            assert achieved.shape == desired.shape == (len(achieved), 2)
+            return -(achieved - desired)[:, 0] / 4
+
+        batches = [
+            self.filled(f)[0].sample(30) for f in (reward, lambda *goals: form(reward(*goals)))
+        ]
+        assert_batches(*batches)
+
+    def test_the_storage_stays_bit_for_bit(self):
+        storage, _ = self.filled(
+            lambda achieved, *_: torch.ones(len(achieved)), lambda a, d, _: a[:, 0] > 4
+        )
+        before = storage[:]
+        for _ in range(200):
+            for leaf in storage.sample(30).values(True, True):
+                leaf.zero_()
+        assert_same(storage[:], before)
+
+    WRONG = {
+        "a number": lambda *_: 0.0,
+        "one for all": lambda *_: torch.zeros(1),
+        "one each of three": lambda *_: torch.zeros(3),
+        "two for each": lambda achieved, *_: torch.zeros(len(achieved), 2),
+        "each for each": lambda achieved, *_: torch.zeros(len(achieved), len(achieved)),
+        "nothing": lambda *_: None,
+        "a word": lambda *_: "much",
+        "an error": lambda *_: [][0],
+    }
+
+    @pytest.mark.requirement("refused-is-unchanged")
+    @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+    @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
+    def test_functions_that_are_wrong(self, name, wrong):
+        def right(achieved, *_):
+            return torch.zeros(len(achieved))
+
+        storage, relabel = self.filled(right)
+        before = storage[:]
+        setattr(relabel, name, wrong)
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            storage.sample(15)
+        setattr(relabel, name, right if name == "reward_fn" else None)
+        assert len(storage.sample(15)) == 15
+        assert_same(storage[:], before)
+
+    @pytest.mark.parametrize(
+        "parts",
+        [
+            {"sampler": HERSampler()},
+            {"transform": GoalRelabel(reward_fn)},
+            {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(reward_fn)]},
+            {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(reward_fn)},
+            {"sampler": HERSampler(), "transform": GoalRelabel(reward_fn, info_keys=["force"])},
+        ],
+        ids=["goals that nobody writes", "no goals", "folded first", "other goals", "no such info"],
+    )
+    def test_parts_that_do_not_fit_together(self, parts):
+        storage = assemble(20, **parts)
+        Lanes(20).write(storage, [ends([6, 6])])
+        with pytest.raises((KeyError, RuntimeError, ValueError)):
+            storage.sample(8)
+
+
+@pytest.mark.requirement("goal-wrapper")
+class TestFlattenGoal:
+    PARTS = ["observation", "achieved_goal", "desired_goal"]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+    @pytest.mark.parametrize("with_space", [False, True])
+    def test_one_vector_and_back(self, dtype, with_space):
+        parts = TensorDict(
+            {
+                "desired_goal": torch.arange(5, 7).to(dtype).expand(4, 2),
+                "achieved_goal": torch.arange(3, 5).to(dtype).expand(4, 2),
+                "observation": torch.arange(0, 3).to(dtype).expand(4, 3),
+            },
+            [4],
+        )
+        space = gymnasium.spaces.Dict(
+            {key: gymnasium.spaces.Box(0, 9, parts[key].shape[1:]) for key in self.PARTS}
+        )
+        flat = library.FlattenGoal().flatten(parts.clone())
+        assert torch.equal(flat, torch.arange(7).to(dtype).expand(4, 7))
+        transform = library.FlattenGoal(space if with_space else None)
+        if not with_space:
+            with pytest.raises(RuntimeError):
+                transform.unflatten(flat)
+            transform.flatten(parts.clone())
+        assert_same(TensorDict(transform.unflatten(flat), [4]), parts)
+        with pytest.raises(ValueError, match="6"):
+            transform.unflatten(flat[:, :6])
+
+    @pytest.mark.parametrize("del_keys", [False, True])
+    def test_of_a_batch_it_joins_the_drawn_goals(self, del_keys):
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        flatten = library.FlattenGoal(del_keys=del_keys)
+        batches = []
+        for transform in ([relabel], [relabel, flatten]):
+            storage = assemble(20, sampler=HERSampler(), transform=transform)
+            Lanes(20).write(storage, [ends([6, 6])])
+            batches.append(storage.sample(20))
+        for plain, flat in zip(batches, [batches[1], batches[1]["next"]], strict=True):
+            plain = batches[0] if flat is batches[1] else batches[0]["next"]
+            wanted = torch.cat([plain[key] for key in self.PARTS], -1)
+            torch.testing.assert_close(flat["observation_vector"], wanted, equal_nan=True)
+            assert ("desired_goal" in flat.keys()) is not del_keys  # noqa: SIM118
+
+    @pytest.mark.parametrize("del_keys", [False, True])
+    def test_as_a_transform_of_an_environment(self, del_keys):
+        base = GymEnv("BitFlipping-v0", n_bits=4, categorical_action_encoding=True)
+        env = TransformedEnv(base, library.FlattenGoal(del_keys=del_keys))
+        check_env_specs(env)
+        rollout = env.rollout(3)
+        for branch in (rollout, rollout["next"]):
+            assert branch["observation_vector"].shape[-1] == 12
+            assert ("desired_goal" in branch.keys()) is not del_keys  # noqa: SIM118
+            if not del_keys:
+                wanted = torch.cat([branch[key] for key in self.PARTS], -1)
+                assert torch.equal(branch["observation_vector"], wanted)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"observation": torch.zeros(4, 3).double()},
+            {"desired_goal": torch.zeros(4, 5)},
+            {"observation": torch.zeros(4, 3, 3)},
+            {"achieved_goal": None},
+        ],
+        ids=["another kind", "goals of two shapes", "an image", "no goal"],
+    )
+    def test_parts_that_make_no_vector(self, changes):
+        parts = {key: torch.zeros(4, 2) for key in self.PARTS} | changes
+        parts = {key: value for key, value in parts.items() if value is not None}
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            library.FlattenGoal()(TensorDict(parts, [4]))
+
+
+class TestAudit:
+    def audited(self, function):
+        relabel = GoalRelabel(function, info_keys=["effort"])
+        storage, lanes = assemble(20, transform=relabel, sampler=HERSampler()), Lanes(20)
+        lanes.write(storage, [ends([6, 6, 6], 2)])
+        return relabel.audit(storage), lanes
+
+    def test_a_function_that_agrees(self):
+        audit, _ = self.audited(reward_fn)
+        assert audit.passed
+        assert audit.num_rows == 20
+
+    def test_a_function_that_differs_says_where(self):
+        def wrong(achieved, desired, infos):
+            more = 3 * (achieved[..., 0] == 9) - 100 * (achieved[..., 0] == 12)
+            return reward_fn(achieved, desired, infos) + more
+
+        audit, _ = self.audited(wrong)
+        assert not audit.passed
+        assert sorted((audit.computed - audit.stored).tolist()) == [-100.0, 3.0]
+        # The worst first.
+        differences = [float(number) for number in re.findall(r"computed (-?[\d.]+)", str(audit))]
+        assert differences[0] < 0 < differences[1]
+
+
+class TestGymReward:
+    ACHIEVED = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    DESIRED = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+
+    @pytest.mark.parametrize("of", [gymnasium.make, GymEnv], ids=["gymnasium", "TorchRL"])
+    def test_rewards_are_the_environments(self, of):
+        more = {"categorical_action_encoding": True} if of is GymEnv else {}
+        env = of("BitFlipping-v0", n_bits=2, **more)
+        assert library.gym_reward(env)(self.ACHIEVED, self.DESIRED, {}).tolist() == [0, -1, 0]
+        storage = make_for(env, "hindsight", reward_fn=library.gym_reward(env))
+        assert storage.num_goals == 4
+
+    def test_infos_arrive_as_arrays(self):
+        class Env:
+            def compute_reward(self, achieved_goal, desired_goal, info):
+                assert isinstance(info["weight"], np.ndarray)
+                return info["weight"] * (achieved_goal == desired_goal).all(-1)
+
+        weight = torch.tensor([2.0, 3.0, 4.0])
+        reward = library.gym_reward(Env())(self.ACHIEVED, self.DESIRED, {"weight": weight})
+        assert reward.tolist() == [2.0, 0.0, 4.0]
+
+    def test_an_environment_without_goals_or_several_at_once(self):
+        several = SerialEnv(2, lambda: GymEnv("BitFlipping-v0", n_bits=2))
+        for env in (gymnasium.make("CartPole-v1"), several):
+            with pytest.raises(TypeError):
+                library.gym_reward(env)
