@@ -309,7 +309,7 @@ def goal_kind(luck: random.Random) -> Kind:
 
 
 FLAT, GOALS = flat_kind, goal_kind
-ON_GAP = ["ignore", "warn", "cut"]
+ON_GAP = ["ignore", "cut"]
 
 
 class BesidePlain(RuleBasedStateMachine):

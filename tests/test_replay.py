@@ -37,7 +37,7 @@ each_storage = pytest.mark.parametrize(
 )
 
 
-def make_uniform(capacity, num_envs=1, storage_type=PackedStorage, seed=0, on_gap="warn", **kwargs):
+def make_uniform(capacity, num_envs=1, storage_type=PackedStorage, seed=0, on_gap="cut", **kwargs):
     return ReplayStorage(
         storage=storage_type(capacity),
         writer=EpisodeWriter(num_envs, on_gap=on_gap),

@@ -174,7 +174,7 @@ def collected(number, num_steps, num_envs, done=False):
     num_envs=[1, 3],
     is_flat=[False, True],
     is_new=[True, False],
-    on_gap=["warn", "cut"],
+    on_gap=["cut"],
 )
 def test_a_collector_after_a_resume(kind, num_envs, is_flat, is_new, on_gap, tmp_path):
     way, rows = kind

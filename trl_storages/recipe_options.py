@@ -96,7 +96,7 @@ class RowOptions(TypedDict, total=False):
     ]
     share_next: Annotated[bool, Option(False, arguments.flag)]
     autoreset_mode: Annotated[AutoresetMode | str | None, Option(None)]
-    on_gap: Annotated[OnGap, Option("warn")]
+    on_gap: Annotated[OnGap, Option("cut")]
 
 
 class Options(RowOptions, total=False):

@@ -109,7 +109,7 @@ class UniformReplayStorage(ReplayStorage):
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
             loops that reset themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
-            its lane: "warn" once, "cut" the episode there, or "ignore" it, as in `EpisodeWriter`.
+            its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 

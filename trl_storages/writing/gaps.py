@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GapWatch", "Gaps", "OnGap"]
 
-OnGap = Literal["warn", "cut", "ignore"]
+OnGap = Literal["cut", "ignore"]
 
 #: `[L, T]` bool, rows that are gaps, and their lanes; None for all lanes.
 Gaps = tuple[torch.Tensor, Sequence[int] | None]
@@ -35,8 +35,8 @@ Gaps = tuple[torch.Tensor, Sequence[int] | None]
 _REMEDY = (
     "Look at the loop first: is `obs = next_obs` missing at its end, or is obs overwritten before it is "
     "recorded? If not, call end_episodes() where environments are reset without a `done`, or where "
-    "another stream of steps begins; or make the writer (or the ready-made storage) with on_gap='cut' to "
-    "begin an episode at each gap, or with on_gap='ignore' if observations may differ."
+    "another stream of steps begins; or make the storage (or its writer) with on_gap='ignore' if "
+    "observations may differ."
 )
 
 
@@ -46,8 +46,7 @@ class GapWatch:
     Rows after a `done`, and rows that are known to begin an episode, are not gaps.
 
     Args:
-        on_gap: "warn" (once) before the row is written, "cut" begins an episode with it, "ignore"
-            does not look.
+        on_gap: "cut" begins an episode with the row, and warns once; "ignore" does not look.
         observation_keys: entries that are compared with their twins under `next`; None uses those of
             `continued_keys`.
 
@@ -57,7 +56,7 @@ class GapWatch:
     """
 
     def __init__(
-        self, on_gap: OnGap = "warn", observation_keys: Sequence[NestedKey] | None = None
+        self, on_gap: OnGap = "cut", observation_keys: Sequence[NestedKey] | None = None
     ) -> None:
         self.on_gap: OnGap = arguments.choice("on_gap", on_gap, get_args(OnGap))
         self.observation_keys: list[NestedKey] | None = None
@@ -65,8 +64,6 @@ class GapWatch:
             self.observation_keys = arguments.keys("observation_keys", observation_keys)
         #: Whether the warning was given.
         self.has_warned = False
-        #: Whether to warn of torn episodes, until that is done once.
-        self.warns_of_tears = self.on_gap == "warn"
         #: Gaps in rows on a GPU, reported at a later write; None before the first.
         self.late: DeferredFlag | None = None
         # Cache: the compared fields of the last layout.
@@ -75,7 +72,7 @@ class GapWatch:
     @property
     def is_looking(self) -> bool:
         """Whether gaps still matter."""
-        return self.on_gap == "cut" or (self.on_gap == "warn" and not self.has_warned)
+        return self.on_gap == "cut"
 
     def compared(self, keys: Collection[NestedKey]) -> list[NestedKey]:
         """Returns the keys of the entries that are compared.
@@ -169,13 +166,15 @@ class GapWatch:
         return backend(episodes.device).RowTable(rows.words())
 
     def warn(self, gaps: Sequence[Gaps]) -> None:
-        """Warns of gaps in rows that are about to be written, if there are any.
+        """Warns once of gaps in rows that are about to be written, if there are any.
 
         On a GPU the warning is left to a later call of `warn_late`, to avoid synchronization.
 
         Args:
             gaps: of each block.
         """
+        if self.has_warned:
+            return
         device = gaps[0][0].device
         if device.type != "cpu":
             self.late = self.late or DeferredFlag(device)
@@ -189,25 +188,15 @@ class GapWatch:
         if found:
             warn_caller(
                 "a row does not begin with the observation that the row before it in its lane "
-                f"({min(found)}) led to, and is taken for its continuation all the same. {_REMEDY}"
+                f"({min(found)}) led to: its episode is cut there. {_REMEDY}"
             )
             self.has_warned = True
 
-    def warn_of_tears(self) -> None:
-        """Warns that rows about to be written tear episodes apart."""
-        self.warns_of_tears = False
-        warn_caller(
-            "trajectories that go on side by side are written to one lane, and each is cut where "
-            "another one takes its turn: pass num_envs, the number of environments that are written (of "
-            "all workers together), where the storage or its writer is made. Or pass on_gap='cut' if it "
-            "is meant."
-        )
-
     def warn_late(self) -> None:
         """Warns of gaps in rows that were written to a GPU, as far as it has checked them."""
-        if self.is_looking and self.late.pop():  # type: ignore[union-attr]
+        if not self.has_warned and self.late.pop():  # type: ignore[union-attr]
             self.has_warned = True
             warn_caller(
                 "a row that was written did not begin with the observation that the row before it in its "
-                f"lane led to, and was taken for its continuation all the same. {_REMEDY}"
+                f"lane led to: its episode was cut there. {_REMEDY}"
             )

@@ -7,7 +7,6 @@ U trajectories among them.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,8 +19,6 @@ from trl_storages.ring import EpisodeIndex
 from trl_storages.writing.steps import Steps
 
 __all__ = ["LaneNotes", "route"]
-
-_MANY = 256
 
 
 class LaneNotes:
@@ -53,8 +50,6 @@ class LaneNotes:
         self._written_at = np.zeros(episodes.num_envs, np.int64)
         #: `[E]` int64, the process that last wrote to each lane; None with a single process.
         self.process: torch.Tensor | None = None
-        # The latest (lane, trajectory) pairs that were interrupted by another trajectory.
-        self._left: deque[tuple[int, int]] = deque(maxlen=_MANY)
 
     def doubt(self) -> None:
         """Lets the next rows show which open episodes continue."""
@@ -139,39 +134,6 @@ class LaneNotes:
         if not self.unsure.any():  # type: ignore[union-attr]
             self.unsure = None
 
-    def tears(self, steps: Steps, block: Block) -> bool:
-        """Whether a trajectory resumes that another one had interrupted before its end.
-
-        Such trajectories run side by side, so that there are too few lanes. False on a GPU, where
-        looking would synchronize.
-
-        Args:
-            steps: about to be written.
-            block: some of them, as `cut` returned it.
-        """
-        if steps.trajectory is None or block.cut is None or block.cut.device.type != "cpu":
-            return False
-        lane, step = torch.nonzero(block.cut, as_tuple=True)
-        if not len(lane):
-            return False
-        is_open = self.episodes.is_open[block.which].unsqueeze(1)
-        if not is_open.any():
-            # It may be another collector with a numbering of its own.
-            self._left.clear()
-        done = block.arranged(steps.rows.done.reshape(-1))  # type: ignore[union-attr]
-        goes_on = torch.cat([is_open, ~done[:, :-1]], 1)[lane, step]
-        lane, step = lane[goes_on], step[goes_on]
-        now = block.arranged(steps.trajectory)
-        before = torch.cat([self.trajectory[block.which].unsqueeze(1), now[:, :-1]], 1)
-        number = lane if block.lanes is None else torch.as_tensor(block.lanes)[lane]
-        for at, old, new in zip(
-            number.tolist(), before[lane, step].tolist(), now[lane, step].tolist(), strict=True
-        ):
-            if (at, new) in self._left:
-                return True
-            self._left.append((at, old))
-        return False
-
     def note(self, steps: Steps, block: Block, write_count: int) -> None:
         """Records steps that were written, with the write count after them."""
         if len(self._written_at) > 1:
@@ -183,12 +145,6 @@ class LaneNotes:
             self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
         if self.process is not None:
             self.process[block.which] = os.getpid()
-            if steps.trajectory is not None:
-                # Other processes may write to the lane before this one does again.
-                goes_on = self.episodes.is_open[block.which]
-                number = torch.arange(len(self.trajectory))[block.which][goes_on]
-                left = self.trajectory[number]
-                self._left.extend(zip(number.tolist(), left.tolist(), strict=True))
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

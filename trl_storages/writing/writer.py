@@ -69,9 +69,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         keys: entries to store, the others are left out; None stores all.
         track_generations: as in TorchRL's `RoundRobinWriter`, for rows in memory.
         on_gap: what happens to a row that does not begin, bit for bit, with the next observation of
-            the row before it: "warn" warns once and stores the row as its continuation; "cut" begins an
-            episode with it; "ignore" does not check, so an open episode that was loaded goes on. For
-            rows on a GPU the warning comes a little later, to avoid synchronization.
+            the row before it: "cut" begins an episode with it and warns once; "ignore" does not check, so
+            an open episode that was loaded goes on. For rows on a GPU the warning comes a little later,
+            to avoid synchronization.
         observation_keys: entries that are compared with their twins under `next`; None compares
             `observation`, or, where that is missing, all that have a twin under `next` (other than
             the desired goal, rewards and flags).
@@ -98,7 +98,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         traj_key: NestedKey = default_keys.TRAJECTORY_IDS,
         keys: Sequence[NestedKey] | None = None,
         track_generations: bool = False,
-        on_gap: OnGap = "warn",
+        on_gap: OnGap = "cut",
         observation_keys: Sequence[NestedKey] | None = None,
     ) -> None:
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
@@ -313,9 +313,8 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             if lanes.unsure is not None and (is_known or lanes.are_reopened):
                 block = lanes.cut_where_reset(block, gap, is_known=is_known)
                 gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
-            if gap is not None and looks and cuts:
+            if gap is not None and looks:
                 block = block.cut_at(gap)
-            elif gap is not None and looks:
                 gaps.append((gap, block.lanes))
         if steps.rows.seen is not None:
             where: bool | torch.Tensor = cuts
@@ -342,8 +341,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         storage, lanes, watch = self._storage, self._lanes, self.gaps
         if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
-            if watch.warns_of_tears and any(lanes.tears(steps, block) for block in blocks):
-                watch.warn_of_tears()
         count = self._write_count + steps.rows.num_rows
         is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
         if is_one and blocks[0].num_steps <= storage.most_compared:
