@@ -54,6 +54,7 @@ def test_goals_n_steps_and_priorities(place, seed):
     storage, lanes, raw, largest = play.storage, play.lanes, {}, 0.0
     for _ in range(5):
         play.write()
+        storage.validate()
         storage.n_step, storage.strategy = play.random.randint(1, 5), play.random.choice(STRATEGIES)
         storage.eta, storage.c_min = play.random.choice([(1.0, 1), (0.99, 3)])
         # The largest that was reported so far.
@@ -87,6 +88,7 @@ def test_sequences_and_whole_episodes(place, seed):
     storage, lanes = play.storage, play.lanes
     for _ in range(4):
         play.write()
+        storage.validate()
         for line in storage.sample().reshape(12, unit.num_steps):
             anchor = lanes.of(storage[line["anchor_index"][:1]])[0]
             expected, valid = lanes.window(
