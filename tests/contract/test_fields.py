@@ -10,7 +10,6 @@ from contract.make import assemble, library, make, make_for, make_of
 from contract.steps import Player, assert_same, ids_of, rows
 from tensordict import TensorDict
 
-
 #: One field of each dtype that rows may hold.
 DTYPES = [
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -447,6 +447,19 @@ class TestRecency:
             # The last window stays.
             assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
 
+    @pytest.mark.parametrize("num_steps", [9, 30, 45])
+    def test_lanes_of_equal_fill(self, num_steps):
+        """Before and after they wrap."""
+        sampler = ERESampler(0.9, c_min=1)
+        storage, lanes = assemble(90, 3, sampler=sampler), Lanes(90, 3)
+        flags = [ends([length] * 9)[:num_steps] for length in (5, 7, 11)]
+        lanes.write(storage, [lane[: num_steps // 2] for lane in flags])
+        lanes.write(storage, [lane[num_steps // 2 :] for lane in flags])
+        for count in (3, 12, 27):
+            sampler.c_min = count
+            sampler.begin_phase(1)
+            assert_uniform(counted(storage, lanes, 5000), lanes.newest(count))
+
     def test_uniform_in_the_window(self):
         sampler = ERESampler(0.9, c_min=20)
         storage, lanes = assemble(97, sampler=sampler), Lanes(97)
