@@ -16,6 +16,10 @@ from torchrl.envs.utils import check_env_specs
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
 
 
+def no_reward(achieved_goal, desired_goal, infos):
+    return torch.zeros(len(achieved_goal))
+
+
 @pytest.mark.requirement("her-rewrite")
 class TestRelabel:
     def filled(self, function, ends_fn=None):
@@ -68,15 +72,12 @@ class TestRelabel:
     @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
     @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
     def test_functions_that_are_wrong(self, name, wrong):
-        def right(achieved, *_):
-            return torch.zeros(len(achieved))
-
-        storage, relabel = self.filled(right)
+        storage, relabel = self.filled(no_reward)
         before = storage[:]
         setattr(relabel, name, wrong)
         with pytest.raises((TypeError, ValueError, IndexError)):
             storage.sample(15)
-        setattr(relabel, name, right if name == "reward_fn" else None)
+        setattr(relabel, name, no_reward if name == "reward_fn" else None)
         assert len(storage.sample(15)) == 15
         assert_same(storage[:], before)
 
@@ -84,10 +85,10 @@ class TestRelabel:
         "parts",
         [
             {"sampler": HERSampler()},
-            {"transform": GoalRelabel(reward_fn)},
-            {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(reward_fn)]},
-            {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(reward_fn)},
-            {"sampler": HERSampler(), "transform": GoalRelabel(reward_fn, info_keys=["force"])},
+            {"transform": GoalRelabel(no_reward)},
+            {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]},
+            {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
+            {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
         ],
         ids=["goals that nobody writes", "no goals", "folded first", "other goals", "no such info"],
     )
@@ -136,11 +137,11 @@ class TestFlattenGoal:
             storage = assemble(20, sampler=HERSampler(), transform=transform)
             Lanes(20).write(storage, [ends([6, 6])])
             batches.append(storage.sample(20))
-        for plain, flat in zip(batches, [batches[1], batches[1]["next"]], strict=True):
-            plain = batches[0] if flat is batches[1] else batches[0]["next"]
-            wanted = torch.cat([plain[key] for key in self.PARTS], -1)
-            torch.testing.assert_close(flat["observation_vector"], wanted, equal_nan=True)
-            assert ("desired_goal" in flat.keys()) is not del_keys  # noqa: SIM118
+        plain, flat = batches
+        for before, after in ((plain, flat), (plain["next"], flat["next"])):
+            wanted = torch.cat([before[key] for key in self.PARTS], -1)
+            torch.testing.assert_close(after["observation_vector"], wanted, equal_nan=True)
+            assert ("desired_goal" in [*after.keys()]) is not del_keys
 
     @pytest.mark.parametrize("del_keys", [False, True])
     def test_as_a_transform_of_an_environment(self, del_keys):
@@ -150,7 +151,7 @@ class TestFlattenGoal:
         rollout = env.rollout(3)
         for branch in (rollout, rollout["next"]):
             assert branch["observation_vector"].shape[-1] == 12
-            assert ("desired_goal" in branch.keys()) is not del_keys  # noqa: SIM118
+            assert ("desired_goal" in [*branch.keys()]) is not del_keys
             if not del_keys:
                 wanted = torch.cat([branch[key] for key in self.PARTS], -1)
                 assert torch.equal(branch["observation_vector"], wanted)
