@@ -1,15 +1,11 @@
-"""What other libraries call things and how they pass steps, and what to write here instead."""
+"""What other libraries call things, and what to write here instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, TypeVar
 
-__all__ = ["METHOD_NAMES", "OTHER_NAMES", "STEP", "STEP_NAMES", "meant", "says_its_order"]
-
-Method = TypeVar("Method", bound=Callable[..., Any])
+__all__ = ["METHOD_NAMES", "OTHER_NAMES", "meant"]
 
 
 def _by_their_name(names: Mapping[str, str]) -> dict[str, str]:
@@ -53,31 +49,6 @@ OTHER_NAMES = _by_their_name(
         ),
         "update_tensordict_priority(batch, batch[priority_key])": "priority_key",
         "truncateds, an argument of record(...)": "handle_timeout_termination",
-    }
-)
-
-#: The parts of a step in the order in which `record` takes them: gymnasium's, around the outcome.
-STEP = (
-    "observations",
-    "actions",
-    "rewards",
-    "terminateds",
-    "truncateds",
-    "infos",
-    "next_observations",
-)
-
-#: Arguments of their `add` -> arguments of `record`.
-STEP_NAMES = _by_their_name(
-    {
-        "actions": "act action",
-        "infos": "info",
-        "next_observations": "next_obs next_observation obs_next obs_tp1",
-        "observations": "obs obs_t observation",
-        "rewards": "rew reward",
-        "terminateds": "terminated terminations",
-        "terminateds and truncateds": "done dones",
-        "truncateds": "truncated truncations",
     }
 )
 
@@ -137,61 +108,3 @@ def meant(name: str, names: Collection[str]) -> str:
     if close := get_close_matches(name, names, 1):
         return f"do you mean {close[0]}?"
     return f"there are {', '.join(sorted(names))}." if names else "it takes none."
-
-
-def says_its_order(method: Method) -> Method:
-    """Makes a method that writes a step explain its arguments when it is given wrong ones.
-
-    Arguments are examined only after the method has raised an error.
-
-    Args:
-        method: takes a `STEP`, or one TensorDict.
-    """
-    takes_step = method.__code__.co_argcount > 2
-    explanation = _of_record if takes_step else _of_add
-
-    @wraps(method)
-    def checked(self: Any, *step: Any, **named: Any) -> Any:
-        try:
-            return method(self, *step, **named)
-        except (TypeError, ValueError, KeyError) as error:
-            wrong = explanation(step, named)
-            if wrong is None:
-                raise
-            raise TypeError(f"{method.__name__} {wrong}") from error
-
-    checked.says_its_order = True  # type: ignore[attr-defined]
-    return checked  # type: ignore[return-value]
-
-
-def _of_add(step: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    count = len(step) + len(named)
-    if count == 1 and (step or "data" in named):
-        return None
-    return (
-        f"takes one TensorDict, got {count} arguments: what a loop's step returned is written by "
-        f"record({', '.join(STEP)})."
-    )
-
-
-def _of_record(step: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the arguments of a step; None if they are in order."""
-    order = f"takes {', '.join(STEP)}, in this order"
-    given = {**dict(zip(STEP, step, strict=False)), **named}
-    if len(given) == 1 and hasattr(given.get(STEP[0]), "batch_size"):
-        return f"{order}, got a TensorDict: write it by extend or add."
-    if strange := [name for name in named if name not in STEP]:
-        ours = [f"{name} is {STEP_NAMES[name]}" for name in strange if name in STEP_NAMES]
-        return f"{order}, got {', '.join(strange)}" + (f": {', '.join(ours)}." if ours else ".")
-    missing = [name for name in STEP if name not in given]
-    if missing or len(step) + len(named) != len(STEP):
-        return (
-            f"{order}, got {len(step) + len(named)} arguments. What others write by "
-            "add(obs, next_obs, action, reward, done, infos) is "
-            "record(obs, action, reward, terminated, truncated, infos, next_obs): an end is either a "
-            "terminal state or a truncation."
-        )
-    infos = given["infos"]
-    if infos is None or isinstance(infos, Mapping | list | tuple):
-        return None
-    return f"{order}: infos must be a dictionary, or a list of them, got {type(infos).__name__}."

@@ -17,7 +17,6 @@ from trl_storages.arguments import counted
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring.naming import episode_slots
 from trl_storages.samplers import layers_of, prioritized_of
-from trl_storages.signatures import answers_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +31,6 @@ _EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
 _MOST_BARS, _MOST_MARKS = 400, 150
 
 
-@answers_names
 def plot_ages(
     storage: ReplayStorage, batch: TensorDictBase, *, bins: int = 40, ax: Axes | None = None
 ) -> Axes:
@@ -69,7 +67,6 @@ def plot_ages(
     return _titled(ax, f"{len(ages):,} samples of {num_rows:,} rows")
 
 
-@answers_names
 def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     """Plots the priorities of all rows by slot, and the write cursor.
 
@@ -117,7 +114,6 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     return _titled(ax, f"{bars.count():,} rows, alpha {sampler.alpha:g}")
 
 
-@answers_names
 def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     """Plots the ring: its lanes, their episodes, and each lane's write cursor.
 
@@ -177,7 +173,6 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     return _titled(ax, ", ".join(counted(*part) for part in parts))
 
 
-@answers_names
 def plot_episode(
     storage: ReplayStorage,
     batch: TensorDictBase,

@@ -136,10 +136,6 @@ class UniformReplayStorage(ReplayStorage):
 
     _options: ClassVar[type[RowOptions]] = Options
     _defaults: ClassVar[Options] = {}
-    _made_by = (
-        "It is made of an environment, from_env(env, storage_size=...), or of spaces, with options by "
-        "name: (env.observation_space, env.action_space, storage_size=..., batch_size=...)."
-    )
 
     @classmethod
     def _signature(cls) -> Signature:
@@ -477,11 +473,6 @@ class HERReplayStorage(UniformReplayStorage):
     >>> storage.sample()["her_mask"].sum()
     tensor(8)
     """
-
-    _made_by = (
-        "It is made of an environment, from_env(env, reward_fn=gym_reward(env)), or of spaces, with "
-        "options by name: (env.observation_space, env.action_space, reward_fn=gym_reward(env), ...)."
-    )
 
     def __init__(
         self,

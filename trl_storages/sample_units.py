@@ -17,7 +17,6 @@ from trl_storages import arguments, keys
 from trl_storages.kernels.memory import on_device
 from trl_storages.kernels.tables import BOUNDARIES
 from trl_storages.ring import episodes_of
-from trl_storages.signatures import answers_names, shown
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
@@ -71,7 +70,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     13
     """
 
-    @answers_names
     def __init__(
         self, length: int, burn_in: int = 0, bootstrap: int = 0, *, boundary: Boundary = "pad"
     ) -> None:
@@ -90,7 +88,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         """S; `batch.reshape(-1, unit.num_steps)` has one sequence per row."""
         return self.burn_in + self.length + self.bootstrap
 
-    @answers_names
     def expand(
         self, index: Tensor, info: dict[str, Any], storage: Storage
     ) -> tuple[Tensor, dict[str, Any]]:
@@ -129,7 +126,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         expanded[keys.IS_INIT] = begins.reshape(-1, 1).to(index.device)
         return rows.reshape(-1).to(index.device), expanded
 
-    @answers_names
     def targets(
         self, batch: TensorDictBase, values: Tensor, *, discount: float
     ) -> tuple[Tensor, Tensor]:
@@ -200,7 +196,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             )
         return column.reshape(-1, self.num_steps)[:, self.burn_in :]
 
-    @shown
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(length={self.length}, burn_in={self.burn_in}, "

@@ -19,12 +19,10 @@ from trl_storages.datasets.filling import Recipe, blocks_of, filled
 from trl_storages.keys import leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.signatures import answers_names
 
 __all__ = ["from_arrays", "join_paths"]
 
 
-@answers_names
 def from_arrays(
     data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     ends: Any = None,

@@ -36,12 +36,10 @@ from trl_storages.keys import (
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring.naming import episode_slots
-from trl_storages.signatures import answers_names
 
 __all__ = ["from_minari", "to_minari"]
 
 
-@answers_names
 def from_minari(
     dataset: Any,
     *,
@@ -133,7 +131,6 @@ def _info(infos: Any, key: NestedKey) -> Any:
     return value
 
 
-@answers_names
 def to_minari(
     storage: ReplayStorage,
     dataset_id: str,

@@ -6,12 +6,10 @@ Letters: T steps of a sequence.
 import torch
 
 from trl_storages import arguments
-from trl_storages.signatures import answers_names
 
 __all__ = ["sequence_priority"]
 
 
-@answers_names
 def sequence_priority(
     td_error: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None
 ) -> torch.Tensor:

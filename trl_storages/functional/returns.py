@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trl_storages import arguments
-from trl_storages.signatures import answers_names
 
 __all__ = ["discounts", "relabelled_dtype", "return_dtype", "returns_to_go", "window_length"]
 
@@ -101,7 +100,6 @@ def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu"
     return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64, device=device))
 
 
-@answers_names
 def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
     """Sums the discounted rewards from each step of an episode to its end.
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 from tensordict import TensorDictBase
 
 from trl_storages import arguments
-from trl_storages.signatures import answers_names
 
 __all__ = ["BatchSource"]
 
@@ -36,7 +35,6 @@ class BatchSource:
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | BatchWithInfo: ...
-    @answers_names
     def sample(
         self, batch_size: int | None = None, return_info: bool = False
     ) -> TensorDictBase | BatchWithInfo:
@@ -62,7 +60,6 @@ class BatchSource:
     def _sample_checked(self, batch_size: int | None, return_info: bool) -> Any:
         raise NotImplementedError
 
-    @answers_names
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[TensorDictBase]:

@@ -32,7 +32,6 @@ from torchrl.envs.transforms import Transform
 from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
 from trl_storages.gym import GymRecorder
-from trl_storages.other_names import says_its_order
 from trl_storages.priorities import Normalization
 from trl_storages.replay import history, incoming, on_disk, registry
 from trl_storages.replay.batch_priorities import drawn_priorities
@@ -53,7 +52,7 @@ from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved.files import NewState, read_state
-from trl_storages.signatures import SealedStorage, shown
+from trl_storages.signatures import Sealed
 from trl_storages.stock_parts import check_part, mark_stored_rows
 from trl_storages.transforms import parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
@@ -66,7 +65,7 @@ __all__ = ["ReplayStorage"]
 
 class ReplayStorage(
     BatchSource,
-    SealedStorage,
+    Sealed,
     TensorDictReplayBuffer,  # type: ignore[misc]
     metaclass=StorageType,
 ):
@@ -105,11 +104,6 @@ class ReplayStorage(
 
     #: Tells the writer that samplers see live rows only, whatever the fill of each lane.
     draws_live_rows = True
-
-    _made_by = (
-        "It is made of parts, by name: ReplayStorage(storage=PackedStorage(1000), batch_size=256). "
-        "UniformReplayStorage and the other ready-made ones are made of spaces."
-    )
 
     if TYPE_CHECKING:
         # Typed Any, as users read and set attributes of many kinds of parts.
@@ -344,7 +338,6 @@ class ReplayStorage(
     def _steps(self, tensordicts: Any) -> TensorDictBase:
         return steps_of("tensordicts", tensordicts, getattr(self._storage, "layout", None))
 
-    @says_its_order
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
 
@@ -358,7 +351,6 @@ class ReplayStorage(
             return super().add(data)
         return incoming.write(self, self._writer.add, arguments.steps("data", data))
 
-    @says_its_order
     def record(
         self,
         observations: Any,
@@ -919,7 +911,6 @@ class ReplayStorage(
             sampler.validate(self.episodes.live_slots())
         on_disk.check_rows(self._storage, progress)
 
-    @shown
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer]
         parts += list(self._transform) if len(self._transform) else []

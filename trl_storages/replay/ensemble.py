@@ -24,7 +24,7 @@ from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
 from trl_storages.samplers import PERSampler, layers_of
-from trl_storages.signatures import Sealed, answers_names, shown
+from trl_storages.signatures import Sealed
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -80,10 +80,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
     [0, 0, 1, 0, 0, 0, 1, 0]
     """
 
-    _made_by = (
-        "It is made of storages, and of options by name: ReplayStorageEnsemble(offline, online, "
-        "shares=(0.5, 0.5), batch_size=256)."
-    )
     # Default for objects whose constructor raised.
     _storages: tuple[ReplayStorage, ...] = ()
 
@@ -149,7 +145,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
         return num_of_each(arguments.integer("batch_size", batch_size, at_least=1), self._shares)
 
-    @answers_names
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share.
 
@@ -244,7 +239,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     # Priorities
 
-    @answers_names
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
@@ -272,7 +266,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
             if _prioritized_of(storage) is not None:
                 storage.update_tensordict_priority(own, priority)
 
-    @answers_names
     def update_priority(
         self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
     ) -> None:
@@ -332,7 +325,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
 
     # Inspection
 
-    @answers_names
     def explain(self, batch: TensorDictBase) -> Explanation:
         """Reports each sample's storage, and what that storage reports of it; prints as a table.
 
@@ -358,7 +350,6 @@ class ReplayStorageEnsemble(BatchSource, Sealed):
         columns = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         return Explanation({"storage": ids, **columns}, len(self))
 
-    @shown
     def __repr__(self) -> str:
         lines = "".join(
             f"\n    {share:g} of {str(storage).replace(chr(10), chr(10) + '    ')},"

@@ -16,7 +16,6 @@ from trl_storages import arguments
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels import backend
 from trl_storages.kernels.tables import BEGUN, FINISHED, FIRST
-from trl_storages.signatures import answers_names
 
 __all__ = ["EpisodeAnswers"]
 
@@ -34,7 +33,6 @@ class EpisodeAnswers:
         spare_steps: as in `EpisodeIndex`.
     """
 
-    @answers_names
     def __init__(
         self,
         capacity: int,

@@ -25,7 +25,6 @@ from trl_storages.ring.answers import EpisodeAnswers
 from trl_storages.ring.invariants import check_invariants
 from trl_storages.ring.naming import Lanes, named_lanes
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import shown
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows, RowTable
@@ -422,7 +421,6 @@ class EpisodeIndex(SavedPart, EpisodeAnswers):
             state.pop("host_tails", None)
         return state
 
-    @shown
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(rows={len(self)}/{self.capacity}, num_envs={self.num_envs}, "

@@ -11,7 +11,6 @@ from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments
 from trl_storages.keys import next_key
-from trl_storages.signatures import answers_names
 
 __all__ = ["FrameStack", "Padding", "stacked_observations", "stacks_of"]
 
@@ -86,9 +85,6 @@ class FrameStack:
         """Returns a view that moves the frame dimension back to `dim`: undoes `frames_first`."""
         num_dims = stacks.ndim - batch_dims
         return stacks.movedim(batch_dims, batch_dims + self.dim % num_dims)
-
-
-FrameStack.__init__ = answers_names(FrameStack.__init__)  # type: ignore[method-assign]
 
 
 def stacks_of(fields: Mapping[NestedKey, tuple[Any, ...]]) -> dict[NestedKey, FrameStack]:

@@ -40,7 +40,6 @@ from trl_storages.rows.stacks import Stacks
 from trl_storages.rows.staging import rows_of
 from trl_storages.saved.files import copy_in_pieces
 from trl_storages.saved.parts import SavedPart
-from trl_storages.signatures import answers_names, shown
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import Commits, NewRows, RowTable
@@ -106,7 +105,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     # TorchRL counts here how often slots were written, if a writer tracks it.
     _slot_generations: torch.Tensor | None = None
 
-    @answers_names
     def __init__(
         self,
         max_size: int,
@@ -169,7 +167,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
                 self._allocate(layout)
 
     @classmethod
-    @answers_names
     def open(
         cls,
         directory: str | Path,
@@ -814,7 +811,6 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
             past, self.stacks = self.stacks, None
             self._adopt(self.layout, self.rows, past=past)  # type: ignore[arg-type]
 
-    @shown
     def __repr__(self) -> str:
         where = self.device if self.scratch_dir is None else self.scratch_dir
         fields = "no layout yet" if self.layout is None else f"{len(self.layout.fields)} fields"

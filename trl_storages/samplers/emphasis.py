@@ -18,7 +18,7 @@ from trl_storages import arguments
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler
-from trl_storages.signatures import Setting, answers_names, shown
+from trl_storages.signatures import Setting
 from trl_storages.stock_parts import checked_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
@@ -141,7 +141,6 @@ class ERESampler(WrappingSampler):
         """K, the updates of this phase; 0 before the first phase."""
         return self._counts["num_updates"]
 
-    @answers_names
     def begin_phase(self, num_updates: int) -> None:
         """Starts a phase: the next draw is its first, with the widest window.
 
@@ -228,6 +227,5 @@ class ERESampler(WrappingSampler):
         super().hear_of_rows()
         self._on_write()
 
-    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self.base})"

@@ -25,7 +25,7 @@ from trl_storages.functional.draws import (
 from trl_storages.kernels.memory import on_device
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
-from trl_storages.signatures import Setting, shown
+from trl_storages.signatures import Setting
 from trl_storages.stock_parts import draw
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
@@ -208,7 +208,6 @@ class HERSampler(WrappingSampler):
         self._made = made_for, kinds
         return kinds
 
-    @shown
     def __repr__(self) -> str:
         more = f"discount={self.discount}, " if "geometric" in self._mixture[0] else ""
         if self._goal_key != keys.DESIRED_GOAL:

@@ -26,7 +26,7 @@ from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Sealed, Setting, shown
+from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import checked_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
@@ -476,7 +476,6 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
         self._table.load_state_dict(state)
         self._is_loaded = not self._table.refreshes
 
-    @shown
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._max_capacity}, alpha={self.alpha}, beta={self.beta}, "

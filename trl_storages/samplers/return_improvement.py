@@ -17,7 +17,7 @@ from trl_storages import arguments
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
 from trl_storages.samplers.base import layers_of
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Setting, answers_names
+from trl_storages.signatures import Setting
 
 __all__ = ["ReturnImprovementEta"]
 
@@ -62,7 +62,6 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         "By which factor the steepest slopes shrink with each episode.",
     )
 
-    @answers_names
     def __init__(
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
     ) -> None:
@@ -82,7 +81,6 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
         """The newest slope relative to the steepest ones, s in [-1, 1]."""
         return self._trend.improvement
 
-    @answers_names
     def step(self, episode_returns: float | Sequence[float] | Tensor = ()) -> None:
         """Adds the returns of the episodes that ended since the last step, and sets `eta`.
 

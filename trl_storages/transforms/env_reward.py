@@ -13,8 +13,6 @@ from gymnasium.vector import VectorEnv
 from tensordict import NestedKey
 from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
-from trl_storages.signatures import answers_names, shown
-
 __all__ = ["gym_reward"]
 
 
@@ -36,7 +34,6 @@ class gym_reward:  # noqa: N801  (it is used as a function)
     tensor([-1., 0.])
     """
 
-    @answers_names
     def __init__(self, env: Any) -> None:
         base = env.base_env if isinstance(env, TransformedEnv) else env
         if isinstance(base, (ParallelEnv, SerialEnv, VectorEnv)):
@@ -55,7 +52,6 @@ class gym_reward:  # noqa: N801  (it is used as a function)
             )
         self.compute_reward = unwrapped.compute_reward
 
-    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}({getattr(self.compute_reward, '__self__', self.compute_reward)})"
 

@@ -14,7 +14,6 @@ from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
 from trl_storages import arguments, keys
-from trl_storages.signatures import answers_names, shown
 
 __all__ = ["FlattenGoal"]
 
@@ -48,7 +47,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
     (tensor([1., 2., 3., 4.]), tensor([4.]))
     """
 
-    @answers_names
     def __init__(
         self,
         observation_space: gymnasium.Space[Any] | TensorSpec | None = None,
@@ -76,7 +74,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     # Tensors
 
-    @answers_names
     def flatten(self, parts: Any, batch_dims: int | None = None) -> torch.Tensor:
         """Joins the three parts.
 
@@ -108,7 +105,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         ]
         return torch.cat(columns, -1)
 
-    @answers_names
     def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Splits what `flatten` joined.
 
@@ -201,7 +197,6 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
             raise ValueError(f"both goals must have one shape, got {named}.")
         self._shapes = shapes
 
-    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(in_keys={self.in_keys}, out_key={self.out_keys[0]!r})"
 

@@ -17,7 +17,7 @@ from trl_storages.functional.returns import discounts, return_dtype, window_leng
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView
-from trl_storages.signatures import Setting, answers_names, shown
+from trl_storages.signatures import Setting
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
@@ -82,7 +82,6 @@ class NStep(ReplayTransform):
         "γ, the discount of a step; may be changed between samples.",
     )
 
-    @answers_names
     def __init__(
         self,
         n_step: int = 3,
@@ -201,6 +200,5 @@ class NStep(ReplayTransform):
             self._made = made
         return made[1]
 
-    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"

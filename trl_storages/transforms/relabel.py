@@ -18,7 +18,6 @@ from trl_storages.arguments import counted
 from trl_storages.functional.returns import relabelled_dtype
 from trl_storages.ring import episodes_of
 from trl_storages.rows import RowView, read_fields
-from trl_storages.signatures import answers_names, shown
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalRelabel", "RelabelAudit", "own_rewards"]
@@ -76,7 +75,6 @@ class GoalRelabel(ReplayTransform):
 
     uses_goals = True
 
-    @answers_names
     def __init__(
         self,
         reward_fn: GoalFunction | None,
@@ -126,7 +124,6 @@ class GoalRelabel(ReplayTransform):
         self.terminated_key = arguments.key("terminated_key", terminated_key)
         self.truncated_key = arguments.key("truncated_key", truncated_key)
 
-    @shown
     def __repr__(self) -> str:
         named = {"terminated_fn": self.terminated_fn, "goal_key": self.goal_key}
         shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
@@ -292,7 +289,6 @@ class GoalRelabel(ReplayTransform):
             raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
         return result.reshape(*batch, 1)
 
-    @answers_names
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
 

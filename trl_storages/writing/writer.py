@@ -30,7 +30,7 @@ from trl_storages.rows import (
     read_fields,
 )
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Sealed, shown
+from trl_storages.signatures import Sealed
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_storage, num_steps_of
 from trl_storages.writing.counting import CountingWriter
@@ -611,7 +611,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if len(self._episodes):
             self._count()
 
-    @shown
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs})"
 
