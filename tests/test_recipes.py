@@ -96,7 +96,7 @@ EFFECTS = {
     "share_next": (True, lambda storage: storage.storage.share_next),
     "sample_unit": (trl_storages.EpisodeSequence(2), lambda storage: len(storage.sample())),
     "autoreset_mode": ("Disabled", lambda storage: storage._recorder.autoreset_mode),
-    "on_gap": ("cut", lambda storage: storage.writer.gaps.on_gap),
+    "on_gap": ("ignore", lambda storage: storage.writer.gaps.on_gap),
 }
 #: Options that do nothing while another one is off, and a value with which it is on.
 NEEDED = {

@@ -1,7 +1,6 @@
 """What goes wrong in loops is said, with what to pass instead, and nothing is written."""
 
 import shutil
-from dataclasses import is_dataclass
 
 import gymnasium
 import numpy as np
@@ -10,14 +9,11 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
 
-import trl_storages
 from trl_storages import (
     HERReplayStorage,
     PackedStorage,
     ReplayStorage,
-    ReplayStorageEnsemble,
     UniformReplayStorage,
     gym_reward,
 )
@@ -202,31 +198,6 @@ def test_a_directory_of_a_user(tmp_path, monkeypatch, named):
     assert len(ReplayStorage.open(named, mode="r")) == 3
     storage.dumps(named + "/dump")
     UniformReplayStorage(*CART, storage_size=8).loads(named + "/dump")
-
-
-class TestHalfMade:
-    """An object whose constructor raised is shown, so that its error is what is told."""
-
-    @pytest.mark.parametrize("kind", [*map(vars(trl_storages).get, trl_storages.__all__)])
-    def test_it_is_shown(self, kind):
-        if not isinstance(kind, type) or is_dataclass(kind):
-            return
-        half = kind.__new__(kind)
-        assert kind.__name__ in repr(half)
-        if issubclass(kind, ReplayStorage | ReplayStorageEnsemble):
-            assert not half
-            assert len(half) == 0
-
-    def test_it_says_what_it_lacks(self):
-        half = UniformReplayStorage.__new__(UniformReplayStorage)
-        assert "<UniformReplayStorage, not whole: AttributeError(" in repr(half)
-
-
-STORED = {
-    "packed": PackedStorage,
-    "shared": lambda size: PackedStorage(size, share_next=True),
-    "TorchRL's": LazyTensorStorage,
-}
 
 
 class TestServices:

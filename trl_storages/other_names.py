@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
-__all__ = ["METHOD_NAMES", "OTHER_NAMES", "meant"]
+__all__ = ["OTHER_NAMES", "meant"]
 
 
 def _by_their_name(names: Mapping[str, str]) -> dict[str, str]:
@@ -49,42 +49,6 @@ OTHER_NAMES = _by_their_name(
         ),
         "update_tensordict_priority(batch, batch[priority_key])": "priority_key",
         "truncateds, an argument of record(...)": "handle_timeout_termination",
-    }
-)
-
-#: Method or attribute of their buffers -> what to write here.
-METHOD_NAMES = _by_their_name(
-    {
-        "ReturnImprovementEta": "update_eta",
-        "add or record": (
-            "add_transition append insert insert_transition push remember store store_transition"
-        ),
-        "device=... where the storage is made": "cpu cuda to",
-        "an attribute, such as alpha": "update_storage_parameter",
-        "batches": "generate_batches",
-        "beta, an attribute": "set_beta",
-        "dumps": "save_hdf5 save_transitions",
-        "empty": "clear reset",
-        "end_episodes": "on_episode_end truncate_last_trajectory",
-        "episodes": "unfinished_index",
-        "episodes.capacity": "buffer_size capacity max_size maxlen storage_size",
-        "episodes.num_envs": "n_envs num_envs",
-        "seed=... where the storage is made, or set_rng(generator)": "random_seed seed set_seed",
-        "extend": "add_episode add_episode_batch add_path add_transitions insert_data_slice",
-        "is_full": "full",
-        "len(storage)": "get_stored_size n_transitions_stored size",
-        "loader": "replay_iter",
-        "loads": "load_hdf5 load_transitions",
-        "record, step by step; end_episodes ends what runs": "store_episode",
-        "sample": "sample_timesteps sample_transitions",
-        "sample_episodes": "sample_path",
-        "sequence_priority": "get_sequence_priority",
-        "storage[:]": "get_all_buffer_data get_all_transitions",
-        "storage.storage.device, where the rows are": "device",
-        "storage[:], whose entries have them": "action_space dtype observation_space",
-        "storage[start:end]": "get_data_slice",
-        "update_tensordict_priority": "after_gradients",
-        "update_tensordict_priority or update_priority": "update_priorities update_weight",
     }
 )
 
