@@ -456,6 +456,12 @@ PARTS = {
     "n of 0": lambda: library.NStep(0),
     "a discount of 2": lambda: library.NStep(3, 2.0),
     "no reward function": lambda: library.GoalRelabel(5),
+    "flags without rewards": lambda: library.GoalRelabel(
+        None, goal_key="actor_goal", terminated_fn=reward_fn
+    ),
+    "infos without rewards": lambda: library.GoalRelabel(
+        None, goal_key="actor_goal", info_keys=["effort"]
+    ),
     "no strategy": lambda: library.HERSampler("past"),
     "a discount that is not used": lambda: library.HERSampler("final", discount=0.5),
     "two samplers of one goal": lambda: library.HERSampler(base=library.HERSampler()),
