@@ -82,6 +82,34 @@ class TestRelabel:
         assert_same(storage[:], before)
 
     @pytest.mark.parametrize(
+        ("achieved", "desired", "fits"),
+        [
+            (torch.float64, torch.float32, True),
+            (torch.int64, torch.float32, True),
+            (torch.float32, torch.int64, False),
+        ],
+    )
+    def test_goals_keep_the_dtype_of_the_desired_one(self, achieved, desired, fits):
+        def change(data):
+            for part in (data, data["next"]):
+                part["achieved_goal"] = part["achieved_goal"].to(achieved)
+                part["desired_goal"] = part["desired_goal"].to(desired)
+            return data
+
+        sampler = HERSampler("final", float("inf"))
+        storage, lanes = assemble(20, sampler=sampler, transform=GoalRelabel(no_reward)), Lanes(20)
+        lanes.write(storage, [ends([6, 6])], change=change)
+        if not fits:
+            with pytest.raises(TypeError, match="float"):
+                storage.sample(8)
+            return
+        batch = storage.sample(8)
+        assert batch["desired_goal"].dtype is batch["next", "desired_goal"].dtype is desired
+        assert lanes.reaching(batch["desired_goal"]) == [
+            lanes.onward(step)[-1] for step in lanes.of(batch)
+        ]
+
+    @pytest.mark.parametrize(
         "parts",
         [
             {"sampler": HERSampler()},
