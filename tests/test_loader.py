@@ -9,6 +9,7 @@ from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
 
 from trl_storages import (
+    EpisodeSequence,
     HERSampler,
     NStepReplayStorage,
     PackedStorage,
@@ -118,6 +119,20 @@ def test_without_workers(tmp_path):
     assert torch.equal(storage.sampler.priorities[batch["index"]], expected)
     write(storage, 60)
     assert not is_torn(next(batches)).any()
+
+
+def test_sequences_and_a_collate_function_of_ones_own(tmp_path):
+    storage = ReplayStorage(
+        storage=PackedStorage(100, scratch_dir=tmp_path),
+        sample_unit=EpisodeSequence(4),
+        collate_fn=lambda rows: rows.set("marked", rows["serial"] + 1),
+        batch_size=3,
+    )
+    write(storage, 50)
+    batch = next(iter(storage.loader(1, **FORK)))
+    assert batch.batch_size == (12,)
+    assert batch["step_in_sequence"].tolist() == [0, 1, 2, 3] * 3
+    assert torch.equal(batch["marked"], batch["serial"] + 1)
 
 
 @pytest.mark.slow

@@ -745,9 +745,9 @@ class ReplayStorage(
     ) -> DataLoader[TensorDictBase]:
         """Returns a `DataLoader` whose workers draw batches from the directory while this process writes.
 
-        Each worker has its own seed and reads committed rows; sampler and transforms are copies of this
-        storage's current ones. Priorities are set by this storage: a worker draws by those it last
-        fetched.
+        Each worker has its own seed and reads committed rows; sampler, sample unit, transforms and
+        `collate_fn` are copies of this storage's current ones. Priorities are set by this storage: a
+        worker draws by those it last fetched.
 
         Workers are started by the method set in `torch.multiprocessing`. TorchRL sets "spawn": scripts
         then need an `if __name__ == "__main__":` guard, and reward functions must be importable;

@@ -105,6 +105,8 @@ def make_loader(
         storage.storage.scratch_dir,
         sampler=sampler,
         transform=storage.transform if len(storage.transform) else None,
+        sample_unit=storage.sample_unit,
+        collate_fn=storage._collate_fn if storage._collates else None,
         batch_size=batch_size,
         fetch_every=fetch_every,
     )
