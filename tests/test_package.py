@@ -12,6 +12,7 @@ import gymnasium
 import pytest
 import torch
 from importlinter.cli import lint_imports
+from numba.core.caching import FunctionCache
 from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
@@ -122,6 +123,7 @@ PRIVATE_ATTRIBUTES = {
         "Sampler": "_rng _empty _remaining_batches",
         "SliceSampler": "_fetch_traj",
         "CatTensors": "_del_keys",
+        "FunctionCache": "_impl",
         "Compose": "_modules",
         "GymWrapper": "_env",
         "TensorDict": "_device _tensordict",
@@ -145,6 +147,7 @@ OWNERS = {
     "SliceSampler": lambda _: SliceSampler(num_slices=1),
     "CatTensors": lambda _: CatTensors(["a", "b"], out_key="c"),
     "Compose": lambda _: Compose(),
+    "FunctionCache": lambda _: FunctionCache(lint_imports),
     "TensorDict": lambda buffer: buffer[:],
     "UntypedStorage": lambda _: torch.UntypedStorage,
     "GymWrapper": lambda _: GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),

@@ -53,7 +53,7 @@ class _Cache(FunctionCache):
     def __init__(self, function: Any) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._cache_file = IndexDataCacheFile(  # type: ignore[no-untyped-call]
-            cache_path=self._cache_path,
+            cache_path=self.cache_path,
             filename_base=self._impl.filename_base,
             source_stamp=_sources(),
         )

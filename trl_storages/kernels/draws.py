@@ -18,10 +18,12 @@ from trl_storages.kernels.streams import CURSOR, FIRST, LAST, TAIL
 __all__ = [
     "BOUNDARIES",
     "GOAL_KINDS",
+    "below",
     "bounds",
     "draw",
     "first_not_live",
     "goals",
+    "moved",
     "sequences",
     "shift",
     "slots_between",
