@@ -103,7 +103,8 @@ class DeviceRows:
         which, first = block.which[has_rows], begins[has_rows]
         before = words[:, layout.next_word :].roll(1, 0)
         ends = sent(self._ends, self.device)
-        older = ends.view(-1, k, ends.shape[1])[:, : k - 1, :F].reshape(-1, (k - 1) * F)
+        E = self._index.num_envs
+        older = ends.view(E, k, layout.observation_words)[:, : k - 1, :F].reshape(E, (k - 1) * F)
         seen = torch.cat([older, ends[k - 1 :: k]], 1)  # [E, S]
         at = sent(first, self.device)
         before = before.index_copy(0, at, seen.index_select(0, sent(which, self.device)))
@@ -119,7 +120,7 @@ class DeviceRows:
         kinds = both[:size]
         found = (kinds & 3).astype(np.uint8)
         found[first[self._index.cursors[which] == 0]] = streams.GAP
-        return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(-1, S)
+        return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(len(first), S)
 
     def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
         """Keeps what the streams of lanes end with now, `[L, S]`."""
@@ -171,7 +172,7 @@ class DeviceRows:
         """Returns all frames but the newest of entries `[B]`, `[B, (k - 1) F]`."""
         frames = self._entries[:, : self._layout.frame_words]
         before = (at[:, None] + self._older).view(-1)
-        return frames.index_select(0, before).view(len(at), -1)
+        return frames.index_select(0, before).view(len(at), len(self._older) * frames.shape[1])
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
