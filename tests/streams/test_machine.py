@@ -1,0 +1,426 @@
+"""Streams against a plain list of what was written, whatever is written, also writes that are cut off."""
+
+# Letters as in the package.
+# ruff: noqa: N806, B007, PERF403
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tensordict import unravel_key
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels import streams
+from trl_storages.kernels.draws import GOAL_KINDS
+from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout
+
+CPU = torch.device("cpu")
+#: Fields that have a next value, and those of the step.
+OBSERVED = {
+    "observation": (torch.float32, (3,)),
+    ("agents", "view"): (torch.int16, (1, 3)),
+    "achieved_goal": (torch.float64, (1,)),
+    "desired_goal": (torch.float64, (1,)),
+    "hidden": (torch.bfloat16, (2,)),
+    "pixels": (torch.uint8, (2, 1)),
+}
+STEPS = {
+    "action": (torch.float32, (3,)),
+    "phase": (torch.complex128, (1,)),
+    ("next", "reward"): (torch.float64, (1,)),
+    ("next", "done"): (torch.bool, (1,)),
+    ("next", "info", "count"): (torch.int8, ()),
+}
+
+
+def next_of(key: Any) -> Any:
+    return unravel_key(("next", key))
+
+
+def sample_values(rng, dtype, shape):
+    """Few values, so that rows go on with others by chance too."""
+    return torch.from_numpy(rng.integers(0, 2, shape)).to(dtype)
+
+
+class Lane:
+    """What was written to a lane: its rows, the number of the episode of each, and its last one's end."""
+
+    def __init__(self) -> None:
+        self.rows: list[np.ndarray] = []
+        self.episodes: list[int] = []
+        self.done: list[bool] = []
+        self.last: dict[Any, torch.Tensor] | None = None
+        self.is_open = False
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def make(self, seed):
+        self.rng = rng = np.random.default_rng(seed)
+        self.seen, self.observers, self.least_tails = [], [], None
+        names = [key for key in OBSERVED if key != "pixels"]
+        chosen = [key for key in names if rng.random() < 0.5]
+        k = int(rng.integers(2, 5)) if rng.random() < 0.4 else 1
+        fields: dict[Any, Any] = {}
+        for key in chosen:
+            fields[key] = fields[next_of(key)] = OBSERVED[key]
+        if k > 1:
+            stack = FrameStack(k, int(rng.choice([0, -1])))
+            shape = (2 * k, 3) if stack.dim == 0 else (3, k)
+            fields["pixels"] = fields["next", "pixels"] = (torch.uint8, shape, stack)
+        for key, kind in STEPS.items():
+            if key == ("next", "done") or rng.random() < 0.6:
+                fields[key] = kind
+        self.layout = layout = Layout(fields)
+        seen = [*chosen, *(["pixels"] if k > 1 else [])]
+        self.observed = seen
+        self.decides = (
+            ["observation"]
+            if "observation" in seen
+            else [it for it in seen if it != "desired_goal"]
+        )
+        E, T = int(rng.integers(1, 5)), int(rng.choice([2, 3, 5, 12, 40, 150]))
+        self.small = rng.random() < 0.3
+        entries = E * int(rng.integers(3 * k + 2, 3 * k + 2 + (k + 1) * T)) if self.small else None
+        plain = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
+        size = (E * plain.entries_per_lane, layout.entry_words)
+        shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
+        lane_bytes = plain.entries_per_lane * layout.entry_words * 8
+        private = Arena(shapes, lane_bytes=lane_bytes)
+        shared, name = Arena.shared(shapes, lane_bytes=lane_bytes)
+        Path(name).unlink()
+        self.forms = []
+        for arena in (private, shared, None, None):
+            index = EpisodeIndex(
+                *(E * T, E), stack=k, max_entries=entries, tables=arena and arena.arrays
+            )
+            rows = HostRows(layout, index, arena) if arena else DeviceRows(layout, index, CPU)
+            self.forms.append((index, rows))
+        self.E, self.T, self.k = E, T, k
+        self.lanes = [Lane() for _ in range(E)]
+        self.room = np.zeros(E, np.int64)  # what writes that were cut off made room for
+        self.goes_on = rng.choice([0.0, 0.5, 0.95, 1.0])
+        self.ends = rng.choice([0.0, 0.05, 0.7])
+
+    def values(self, last):
+        """One row that goes on from `last`, or from a part of it, or does not."""
+        rng, row = self.rng, {}
+        for key, (dtype, shape, *stack) in self.layout.described.items():
+            if key in self.observed and last is not None and rng.random() < self.goes_on:
+                row[key] = last[key]
+            else:
+                row[key] = sample_values(rng, dtype, tuple(shape))
+        for key in self.observed:
+            dtype, shape, *stack = self.layout.described[key]
+            new = sample_values(rng, dtype, tuple(shape))
+            if stack:
+                before, after = (stack[0].frames(it, shape) for it in (row[key], new))
+                new = stack[0].stacks(torch.cat([before[1:], after[-1:]]), shape).clone()
+            row[next_of(key)] = new
+        return row
+
+    def make_block(self, counts):
+        """A block with these numbers of rows of all lanes, and the lanes as they are behind it."""
+        rng = self.rng
+        total = int(sum(counts))
+        words = torch.zeros(total, self.layout.row_words, dtype=torch.int64)
+        done, cut = rng.random(total) < self.ends, rng.random(total) < 0.05
+        behind, i = [], 0
+        for lane, count in zip(self.lanes, counts, strict=True):
+            last, added = lane.last, []
+            for _ in range(count):
+                row = self.values(last)
+                row["next", "done"] = torch.tensor([bool(done[i])])
+                for key, value in row.items():
+                    self.layout.fill(key, words[i : i + 1], value[None])
+                goes_on = last is not None and all(
+                    torch.equal(row[key], last[key]) for key in self.decides
+                )
+                last = {key: row[next_of(key)] for key in self.observed}
+                added.append((i, goes_on, last))
+                i += 1
+            behind.append(added)
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return Block(np.arange(self.E), offsets, words.numpy(), done, cut), behind
+
+    @staticmethod
+    def copy_of(block, as_tensors):
+        arrays = [it.copy() for it in block[2:]]
+        arrays = [torch.from_numpy(it) for it in arrays] if as_tensors else arrays
+        return Block(block.which.copy(), block.offsets.copy(), *arrays)
+
+    def counts_up_to(self, most):
+        shape = self.rng.integers(0, most + 1, self.E)
+        return np.where(self.rng.random(self.E) < 0.3, 0, shape)
+
+    @rule(cuts_gaps=st.booleans(), size=st.sampled_from(["step", "some", "part", "wide"]))
+    def write(self, cuts_gaps, size):
+        most = self.forms[0][0].most_steps
+        top = {"step": 1, "some": min(most, 5), "part": most, "wide": min(3 * self.T // 2, 200)}[
+            size
+        ]
+        counts = self.counts_up_to(top)
+        block, behind = self.make_block(counts)
+        results = []
+        for number, (index, rows) in enumerate(self.forms):
+            got = 0
+            begins = block.offsets[:-1]
+            for first in range(0, int(counts.max()), most):
+                firsts, ends = (begins + np.minimum(counts, it) for it in (first, first + most))
+                part = self.copy_of(block, number == 3).part(firsts, ends)
+                slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
+                got += gaps
+                assert len(slots) == len(part.words)
+            results.append(got)
+        gaps = 0
+        for lane, added in zip(self.lanes, behind, strict=True):
+            for i, goes_on, last in added:
+                is_gap = lane.is_open and not block.cut[i] and not goes_on and cuts_gaps
+                gaps += is_gap
+                begins = not lane.is_open or block.cut[i] or is_gap
+                number = lane.episodes[-1] if lane.episodes else -1
+                lane.rows.append(block.words[i].copy())
+                lane.episodes.append(number + begins)
+                lane.done.append(bool(block.done[i]))
+                lane.last, lane.is_open = last, not block.done[i]
+        assert results == [gaps] * len(self.forms)
+
+    @rule(stores=st.integers(0, 7), after=st.sampled_from(["room", "enter", "copy"]))
+    def cut_off(self, stores, after):
+        """A write goes up to some store of its own, and no further: nothing of it is there."""
+        counts = self.counts_up_to(self.forms[0][0].most_steps)
+        block, _ = self.make_block(counts)
+        for index, rows in self.forms:
+            which, offsets, words, done, cut = self.copy_of(block, False)
+            tables, n = index.tables, len(words)
+            if isinstance(rows, DeviceRows):
+                how, _ = rows._compared(block)
+            else:
+                how, tips = np.empty(n, np.uint8), np.empty(self.E, np.int64)
+                streams.find_tips(tables, which, tips)
+                streams.compare(
+                    *(rows._entries, self.layout.sizes, self.k, tips, offsets, words, how)
+                )
+            at, slots = np.empty(n, np.int64), np.empty(n, np.int64)
+            streams.make_room(tables, which, offsets, how, at)
+            if after == "room":
+                continue
+            saved = [it.copy() for it in tables[:4]]
+            streams.enter(tables, which, offsets, at, done, cut, slots)
+            if after == "enter":
+                for number in range(3):  # stores of these tables did not happen
+                    if stores >> number & 1:
+                        tables[number][:] = saved[number]
+                continue
+            some = np.arange(n) % 8 <= stores
+            if isinstance(rows, DeviceRows):
+                rows._copy_in(torch.from_numpy(words[some]), torch.from_numpy(at[some]))
+            else:
+                streams.copy_in(
+                    *(rows._entries, self.layout.sizes, self.k),
+                    *(words[some], how[some], at[some]),
+                )
+        self.room = np.maximum(self.room, self.forms[0][0].tails)
+
+    @rule(keep=st.sampled_from([0, 1, 3]))
+    def empty(self, keep):
+        for index, _ in self.forms:
+            index.empty(keep)
+        for e, lane in enumerate(self.lanes):
+            if keep:
+                self.room[e] = max(self.room[e], len(lane.rows) - keep)
+            else:
+                self.lanes[e], self.room[e] = Lane(), 0
+
+    @rule(some=st.booleans())
+    def end_episodes(self, some):
+        lanes = np.flatnonzero(self.rng.random(self.E) < 0.5) if some else None
+        for index, _ in self.forms:
+            index.end_episodes(lanes)
+        for e, lane in enumerate(self.lanes):
+            lane.is_open = lane.is_open and lanes is not None and e not in lanes
+
+    @rule()
+    def look(self):
+        """Somebody begins to look, or looks again."""
+        index = self.forms[0][0]
+        live = set(index.live_slots().tolist())
+        if len(self.observers) < 3 and self.rng.random() < 0.5:
+            self.observers.append([None, {}])
+        steps = dict(zip(index.live_slots().tolist(), self.live_steps(), strict=True))
+        for observer in self.observers:
+            if self.rng.random() < 0.5:
+                continue
+            changes, observer[0] = index.since(observer[0])
+            if changes is not None:
+                for slot in changes.gone.tolist():
+                    observer[1].pop(slot, None)
+                for slot in changes.new.tolist():
+                    observer[1][slot] = steps[slot]
+            assert set(observer[1]) == live
+            assert observer[1] == steps
+
+    def live_steps(self):
+        tails = self.forms[0][0].tails
+        return [
+            (e, id(lane), s)
+            for e, lane in enumerate(self.lanes)
+            for s in range(int(tails[e]), len(lane.rows))
+        ]
+
+    def reachable(self, e, s, tail):
+        """First, first that survives, and last step of the episode of a step."""
+        lane = self.lanes[e]
+        first = lane.episodes.index(lane.episodes[s])
+        last = len(lane.episodes) - 1 - lane.episodes[::-1].index(lane.episodes[s])
+        return first, max(first, tail), last
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "forms"):
+            return
+        E, T = self.E, self.T
+        tails = self.forms[0][0].tails.copy()
+        for e, lane in enumerate(self.lanes):
+            assert tails[e] >= max(len(lane.rows) - T, 0)
+            if not self.small:
+                assert tails[e] == max(len(lane.rows) - T, int(self.room[e]), 0)
+        steps = [(e, s) for e, _, s in self.live_steps()]
+        slots = torch.tensor([e * T + s % T for e, s in steps], dtype=torch.int64)
+        expected = np.array([self.lanes[e].rows[s] for e, s in steps])
+        noise = torch.from_numpy(self.rng.integers(0, 2**63 - 1, 64))
+        window = int(self.rng.integers(1, T + 1))
+        picked = slots[torch.from_numpy(self.rng.integers(0, len(slots), 12))] if steps else slots
+        drawn = []
+        for index, rows in self.forms:
+            index.validate()
+            assert index.tails.tolist() == tails.tolist()
+            assert index.cursors.tolist() == [len(lane.rows) for lane in self.lanes]
+            assert index.is_open.tolist() == [lane.is_open for lane in self.lanes]
+            assert torch.equal(index.live_slots(), slots)
+            index.check_live(slots)
+            dead = [it for it in range(E * T) if it not in set(slots.tolist())][:2]
+            for slot in [*dead, -1, E * T]:
+                with pytest.raises(IndexError):
+                    index.check_live(torch.tensor([slot]))
+            self.check_episodes(index, tails)
+            if not steps:
+                continue
+            places = index.places(slots)
+            got = rows.gather(places, places)
+            assert np.array_equal(got.numpy(), expected)
+            for key, view in self.layout.views(got).items():
+                assert torch.equal(
+                    rows.take(key, places).contiguous().view(torch.uint8),
+                    view.contiguous().view(torch.uint8),
+                )
+            self.check_steps(index, slots, steps, tails)
+            drawn.append(self.check_draws(index, noise, window, picked, tails))
+        assert all(torch.equal(it, drawn[0]) for it in drawn)
+
+    def check_episodes(self, index, tails):
+        expected = []
+        for e, lane in enumerate(self.lanes):
+            for number in sorted(set(lane.episodes[int(tails[e]) :])):
+                first, alive, last = self.reachable(e, lane.episodes.index(number), int(tails[e]))
+                expected.append(
+                    (
+                        e * self.T + alive % self.T,
+                        last - alive + 1,
+                        e,
+                        lane.done[last],
+                        first == alive,
+                    )
+                )
+        listed = index.episodes()
+        columns = [listed[key].tolist() for key in ("first", "length", "lane", "finished", "whole")]
+        assert [*zip(*columns, strict=True)] == expected
+
+    def check_steps(self, index, slots, steps, tails):
+        spans = [self.reachable(e, s, int(tails[e])) for e, s in steps]
+        assert index.ahead(slots).tolist() == [
+            last - s for (_, s), (_, _, last) in zip(steps, spans, strict=True)
+        ]
+        assert index.behind(slots).tolist() == [
+            s - alive for (_, s), (_, alive, _) in zip(steps, spans, strict=True)
+        ]
+        assert index.is_done(slots).tolist() == [self.lanes[e].done[s] for e, s in steps]
+        assert index.steps_of(slots).tolist() == [s for _, s in steps]
+
+    def check_draws(self, index, noise, window, picked, tails):
+        T = self.T
+        step_of = dict(zip(index.live_slots().tolist(), self.live_steps(), strict=True))
+        drawn = index.draw(noise, window)
+        for slot in drawn.tolist():
+            e, _, s = step_of[slot]
+            assert s >= len(self.lanes[e].rows) - window
+        results = [drawn]
+        # Noise in equal steps reaches every row of a support that is not larger.
+        even = torch.arange(4 * T, dtype=torch.int64) * (2**63 // (4 * T)) + 1
+        for slot in picked.tolist()[:4]:
+            e, _, s = step_of[slot]
+            _, alive, last = self.reachable(e, s, int(tails[e]))
+            support = {
+                "future": range(s, last + 1),
+                "final": [last],
+                "episode": range(alive, last + 1),
+                "geometric": [min(s + 2, last)],
+                "current": [s],
+            }
+            for kind, number in GOAL_KINDS.items():
+                many = torch.full((4 * T,), slot)
+                kinds = torch.full((4 * T,), number, dtype=torch.uint8)
+                goals = index.goals(many, even, kinds, torch.full((4 * T,), 2.7).double())
+                found = set(goals.tolist())
+                if kind == "random":
+                    assert found <= set(step_of)
+                    continue
+                assert found == {e * T + it % T for it in support[kind]}
+        n, S, burn_in = (int(it) for it in self.rng.integers(1, 8, 3))
+        burn_in = min(burn_in - 1, S - 1)
+        rows, lengths = index.windows(picked, n)
+        for b, slot in enumerate(picked.tolist()):
+            e, _, s = step_of[slot]
+            _, _, last = self.reachable(e, s, int(tails[e]))
+            wanted = [min(s + j, last) for j in range(n)]
+            assert rows[:, b].tolist() == [e * T + it % T for it in wanted]
+            assert lengths[b] == len(set(wanted))
+        for how in ("pad", "fit", "cross"):
+            rows, valid, begins = index.sequences(picked, burn_in, S, how)
+            for b, slot in enumerate(picked.tolist()):
+                e, _, s = step_of[slot]
+                _, low, high = self.reachable(e, s, int(tails[e]))
+                if how == "cross":
+                    low, high = int(tails[e]), len(self.lanes[e].rows) - 1
+                begin = s - burn_in
+                if how == "fit":
+                    inside = range(low, high + 1)
+
+                    def fits(begin, inside=inside, start=begin):
+                        late = sum(it in inside for it in range(begin + burn_in, begin + S))
+                        early = sum(it in inside for it in range(begin, begin + burn_in))
+                        return late, early, -abs(begin - start)
+
+                    begin = max(range(low - S, high + S + 1), key=fits)
+                wanted = range(begin, begin + S)
+                there = [min(max(it, low), high) for it in wanted]
+                assert rows[b].tolist() == [e * T + it % T for it in there], (how, burn_in, S)
+                assert valid[b].tolist() == [it == x for it, x in zip(there, wanted, strict=True)]
+                firsts = [self.reachable(e, it, 0)[0] == it for it in there]
+                assert begins[b].tolist() == firsts
+            results.append(rows.reshape(-1))
+        return torch.cat(results[:1])
+
+
+TestStreams = pytest.mark.requirement("stored-once")(Machine.TestCase)
+TestStreams.settings = settings(max_examples=60, stateful_step_count=12)
+
+
+@pytest.mark.search
+class TestStreamsAtLength(Machine.TestCase):
+    settings = settings(max_examples=3000, stateful_step_count=30, derandomize=False)
