@@ -29,6 +29,7 @@ __all__ = [
     "rows",
     "terminated_fn",
     "transition_of",
+    "without_slots",
     "write",
 ]
 
@@ -87,9 +88,9 @@ class Player:
 
 def rows(steps: Sequence[Transition], layout: str = "goals") -> TensorDict:
     """Returns the rows [N] of transitions, as they must read back."""
-    ids, firsts = torch.tensor([step[:2] for step in steps]).reshape(-1, 2).unbind(1)
+    ids, firsts = torch.tensor([step[:2] for step in steps], dtype=torch.int64).reshape(-1, 2).unbind(1)
     terminated, truncated = (
-        torch.tensor([step.end == end for step in steps]).reshape(-1, 1)
+        torch.tensor([step.end == end for step in steps], dtype=torch.bool).reshape(-1, 1)
         for end in ("terminated", "truncated")
     )
     effort = ids.double().unsqueeze(1) / 3
@@ -135,13 +136,13 @@ def _goals(ids: Tensor, kind: int) -> Tensor:
 
 def reward_fn(achieved_goal: Tensor, desired_goal: Tensor, infos: Any) -> Tensor:
     """[N]: eighths that tell both goals and the transition."""
-    mixed = (achieved_goal * 3 + desired_goal * 7).long().sum(-1) + (infos["effort"][..., 0]).long()
-    return (mixed % 1021).float() / 8
+    goals = achieved_goal.long() * 3 + desired_goal.long() * 7
+    return ((goals.sum(-1) + infos["effort"][..., 0].long()) % 1021).float() / 8
 
 
 def terminated_fn(achieved_goal: Tensor, desired_goal: Tensor, infos: Any) -> Tensor:
     """[N]: at every fourth pair of goals."""
-    return (achieved_goal + desired_goal).long().sum(-1) % 4 == 0
+    return (achieved_goal.long() + desired_goal.long()).sum(-1) % 4 == 0
 
 
 def ids_of(batch: TensorDictBase) -> Tensor:
@@ -157,13 +158,18 @@ def transition_of(row: TensorDictBase) -> Transition:
     return Transition(int(row["observation"][0]), int(row["observation"][1]), *end)
 
 
+def without_slots(batch: TensorDictBase) -> TensorDictBase:
+    """Returns a batch without the numbers of slots, which may differ where all else is the same."""
+    return batch.exclude("index", "anchor_index", "goal_index", "priority_stamp")
+
+
 def as_bits(value: Tensor) -> Tensor:
     """The bytes of a tensor: NaN equals itself, and -0.0 is not 0.0."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return value.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Every expected entry is found with its shape, dtype and bits."""
+    """Each expected entry is found, with its shape, dtype and bits."""
     assert found.batch_size == expected.batch_size
     for key, value in expected.items(True, True):
         other = found[key]

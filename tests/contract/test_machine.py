@@ -1,0 +1,418 @@
+"""Everything that may be done to a storage, one after another, beside a model in plain Python."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from contract.make import DISCOUNT, library, make, new_folder
+from contract.model import Model, Row
+from contract.steps import (
+    Player,
+    Transition,
+    assert_same,
+    ids_of,
+    record,
+    rows,
+    terminated_fn,
+    without_slots,
+)
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+STRATEGIES = ["future", "final", "episode", "random", "geometric", "current"]
+TRAJECTORIES = ("collector", "traj_ids")
+
+# Hypothesis chooses what is done, and the seed of how.
+seeds = st.integers(0, 2**16).map(random.Random)
+
+
+class Variant(NamedTuple):
+    """A kind of storage, and how its batches are checked."""
+
+    kind: str
+    n_step: int = 1
+    strategy: str | None = None
+    ends_at_goal: bool = False
+    #: Boundary of sequences of one row to warm up with, two to learn from and one to bootstrap.
+    boundary: str | None = None
+
+
+VARIANTS = [
+    Variant("uniform"),
+    Variant("n-step", 3),
+    *(Variant("hindsight", strategy=strategy) for strategy in STRATEGIES),
+    *(Variant("all", 3, strategy, ends_at_goal=True) for strategy in STRATEGIES),
+    Variant("all", 2, "future"),
+    *(Variant("uniform", boundary=boundary) for boundary in ("pad", "fit", "cross")),
+    *(Variant("hindsight", 1, "episode", boundary=boundary) for boundary in ("pad", "fit")),
+    Variant("prioritized", boundary="cross"),
+]
+
+
+class Machine(RuleBasedStateMachine):
+    """A storage, those who play its lanes, and the model."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.folder = place, new_folder()
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    @initialize(luck=seeds)
+    def make(self, luck: random.Random) -> None:
+        self.variant = luck.choice(VARIANTS)
+        has_goals = self.variant.strategy is not None
+        self.layout = luck.choice(["goals", "mixed"] + ["vector", "frames"] * (not has_goals))
+        self.num_lanes, num_steps = luck.choice([1, 1, 2, 3]), luck.choice([2, 3, 5, 9, 14])
+        self.on_gap = luck.choice(["cut", "ignore"])
+        self.has_trajectories = luck.random() < 0.5
+        self.model = Model(self.num_lanes, num_steps, self.on_gap)
+        self.players = [Player(lane) for lane in range(self.num_lanes)]
+        self.trajectories = [*range(self.num_lanes)]
+        self.num_folders = 0
+        self.seed = luck.randrange(100)
+        self.path = self.new_path()
+        self.storage = self.new_storage()
+        self.look()
+        self.write(luck.choice([1, 4, 11]), luck)
+
+    def new_path(self) -> Any:
+        self.num_folders += 1
+        return self.folder / str(self.num_folders)
+
+    def new_storage(self) -> Any:
+        options: dict[str, Any] = {}
+        if self.variant.strategy:
+            options = {"strategy": self.variant.strategy, "num_goals": 2}
+            if self.variant.strategy == "geometric":
+                options["discount"] = DISCOUNT
+        if self.variant.ends_at_goal:
+            options["terminated_fn"] = terminated_fn
+        if self.variant.boundary:
+            options["sample_unit"] = library.EpisodeSequence(
+                2, burn_in=1, bootstrap=1, boundary=self.variant.boundary
+            )
+        return make(
+            self.variant.kind,
+            place=self.place,
+            layout=self.layout,
+            lanes=self.num_lanes,
+            size=self.num_lanes * self.model.num_steps,
+            path=self.path,
+            on_gap=self.on_gap,
+            seed=self.seed,
+            batch_size=4,
+            **options,
+        )
+
+    # Writing
+
+    def play(self, lane: int, num_steps: int, luck: random.Random) -> list[tuple[Transition, int]]:
+        """Plays some steps of a lane, with the number of each one's trajectory."""
+        player, steps = self.players[lane], []
+        share = luck.choice([0.0, 0.1, 0.5])
+        for _ in range(num_steps):
+            event = luck.random()
+            if event < 0.05:
+                self.reset(lane)
+            elif event < 0.1 and self.layout != "frames":
+                player.jump()
+            end = luck.choice(["terminated", "truncated"]) if luck.random() < share else ""
+            step = player.step(end, is_seen_again=luck.random() < 0.2)
+            steps.append((step, self.trajectories[lane]))
+            if end:
+                self.trajectories[lane] += self.num_lanes
+        return steps
+
+    def reset(self, lane: int) -> None:
+        """The environment of a lane is reset though its episode has not ended."""
+        self.players[lane].reset()
+        self.trajectories[lane] += self.num_lanes
+
+    def as_written(self, steps: list[tuple[Transition, int]]) -> Any:
+        data = rows([step for step, _ in steps], self.layout)
+        if self.has_trajectories:
+            data[TRAJECTORIES] = torch.tensor([trajectory for _, trajectory in steps])
+        return data
+
+    def note(self, lane: int, steps: list[tuple[Transition, int]]) -> None:
+        for step, trajectory in steps:
+            self.model.write(lane, step, trajectory if self.has_trajectories else None)
+
+    @rule(num_steps=st.integers(1, 30), luck=seeds)
+    def write(self, num_steps: int, luck: random.Random) -> None:
+        steps = [self.play(lane, num_steps, luck) for lane in range(self.num_lanes)]
+        data = torch.stack([self.as_written(lane) for lane in steps])
+        slots = self.storage.extend(data if self.num_lanes > 1 else data[0])
+        for lane, of_lane in enumerate(steps):
+            self.note(lane, of_lane)
+        self.check_slots(slots, [step.id for lane in steps for step, _ in lane])
+        self.look()
+
+    @rule(num_steps=st.integers(1, 12), luck=seeds)
+    def write_some_lanes(self, num_steps: int, luck: random.Random) -> None:
+        lanes = luck.sample(range(self.num_lanes), luck.randint(1, self.num_lanes))
+        steps = [self.play(lane, num_steps, luck) for lane in lanes]
+        self.storage.extend(torch.stack([self.as_written(lane) for lane in steps]), lanes=lanes)
+        for lane, of_lane in zip(lanes, steps, strict=True):
+            self.note(lane, of_lane)
+        self.look()
+
+    @rule(num_steps=st.integers(1, 4), luck=seeds)
+    @precondition(lambda self: not self.has_trajectories)
+    def record(self, num_steps: int, luck: random.Random) -> None:
+        for _ in range(num_steps):
+            steps = [self.play(lane, 1, luck) for lane in range(self.num_lanes)]
+            record(self.storage, [step for ((step, _),) in steps], self.layout)
+            for lane, of_lane in enumerate(steps):
+                self.note(lane, of_lane)
+        self.look()
+
+    @rule(num_steps=st.integers(1, 12), luck=seeds)
+    @precondition(lambda self: self.has_trajectories)
+    def write_flat(self, num_steps: int, luck: random.Random) -> None:
+        """Rows of all lanes in one batch: each trajectory stays in its lane."""
+        over = [lane for lane in range(self.num_lanes) if not self.model.is_open(lane)]
+        if len(over) > 1:
+            return  # It is not said which of them gets a new one.
+        ending = luck.choice(over or range(self.num_lanes))
+        steps: list[list[tuple[Transition, int]]] = []
+        for lane, player in enumerate(self.players):
+            steps.append([])
+            for number in range(num_steps):
+                ends = lane == ending and number < num_steps - 1 and luck.random() < 0.2
+                step = player.step("terminated" if ends else "")
+                steps[-1].append((step, self.trajectories[lane]))
+                self.trajectories[lane] += self.num_lanes * ends
+        order = [lane for lane, of_lane in enumerate(steps) for _ in of_lane]
+        luck.shuffle(order)
+        onward = [iter(of_lane) for of_lane in steps]
+        self.storage.extend(self.as_written([next(onward[lane]) for lane in order]))
+        for lane, of_lane in enumerate(steps):
+            self.note(lane, of_lane)
+        self.look()
+
+    @rule(luck=seeds)
+    def end_episodes(self, luck: random.Random) -> None:
+        lanes = luck.sample(range(self.num_lanes), luck.randint(1, self.num_lanes))
+        self.storage.end_episodes(
+            luck.choice([lanes, None]) if len(lanes) == self.num_lanes else lanes
+        )
+        self.model.end_episodes(lanes)
+        for lane in lanes:
+            if luck.random() < 0.5:
+                self.reset(lane)
+        self.look()
+
+    @rule(keep_steps=st.sampled_from([0, 1, 3, 20]))
+    def empty(self, keep_steps: int) -> None:
+        self.storage.empty(keep_steps=keep_steps)
+        self.model.empty(keep_steps)
+        self.look()
+
+    # Saving
+
+    @rule(way=st.sampled_from(["dump", "state", "reopened"]), luck=seeds)
+    def resume(self, way: str, luck: random.Random) -> None:
+        """What goes on is the same storage, and draws the same batch."""
+        before, self.seed = self.storage, self.seed + 1
+        if way == "dump":
+            before.dumps(dump := self.new_path())
+        elif way == "state":
+            state = copy.deepcopy(before.state_dict())
+        elif self.place == "directory":
+            before.close()
+            before.seed = None
+        else:
+            return
+        if way != "reopened":
+            self.path = self.new_path()
+        self.storage = self.new_storage()
+        if way == "dump":
+            self.storage.loads(dump)
+        elif way == "state":
+            self.storage.load_state_dict(state)
+        self.model.resume()
+        self.look()
+        if len(before):
+            draws = [without_slots(storage.sample(3)) for storage in (self.storage, before)]
+            assert_same(*draws)
+            assert_same(*reversed(draws))
+        if way != "reopened":
+            before.close()
+
+    # Reading
+
+    def look(self) -> None:
+        """The storage holds what the model holds."""
+        storage, model, live = self.storage, self.model, self.model.live
+        assert len(storage) == len(live)
+        assert storage.can_sample(3) == bool(live)
+        assert storage.is_full == all(len(lane) == model.num_steps for lane in model.lanes)
+        if not live:
+            with pytest.raises(RuntimeError, match="empty"):
+                storage.sample()
+            return
+        history = storage[:]
+        ids = ids_of(history).tolist()
+        assert sorted(ids) == sorted(live)
+        assert_same(history, self.expected([live[number] for number in ids]))
+        for lane in model.lanes:
+            its = [row.step.id for row in lane]
+            assert [number for number in ids if number in its] == its
+
+    def expected(self, chosen: list[Row]) -> Any:
+        return rows([row.step for row in chosen], self.layout)
+
+    def check_slots(self, slots: torch.Tensor, ids: list[int]) -> None:
+        """Slots that a write returned read what it wrote, unless it was evicted."""
+        live, found = self.model.live, dict(zip(ids, slots.flatten().tolist(), strict=True))
+        found = {number: slot for number, slot in found.items() if number in live}
+        assert len({*found.values()}) == len(found)
+        read = self.storage[torch.tensor([*found.values()])]
+        assert_same(read, self.expected([live[number] for number in found]))
+
+    @rule(luck=seeds)
+    @precondition(lambda self: self.model.live)
+    def read_a_slice(self, luck: random.Random) -> None:
+        places = range(-len(self.storage) - 2, len(self.storage) + 3)
+        chosen = slice(luck.choice([None, *places]), luck.choice([None, *places]))
+        ids = ids_of(self.storage[:]).tolist()
+        read = self.storage[chosen]
+        assert ids_of(read).tolist() == ids[chosen]
+        assert_same(read, self.expected([self.model.live[number] for number in ids[chosen]]))
+
+    @rule(n=st.integers(1, 4))
+    @precondition(lambda self: self.model.live)
+    def sample_episodes(self, n: int) -> None:
+        whole = {episode[0].step.id: episode for episode in self.model.whole_episodes()}
+        if not whole:
+            with pytest.raises(RuntimeError, match="episode"):
+                self.storage.sample_episodes(n)
+            return
+        batch = self.storage.sample_episodes(n)
+        lengths = []
+        for found in batch:
+            mask = found["collector", "mask"]
+            episode = whole[int(ids_of(found)[0])]
+            lengths.append(len(episode))
+            assert mask.tolist() == [True] * len(episode) + [False] * (len(mask) - len(episode))
+            assert_same(found[mask], self.expected(episode))
+        assert max(lengths) == batch.shape[1]
+
+    @rule(batch_size=st.sampled_from([1, 3, 8]), luck=seeds)
+    @precondition(lambda self: self.model.live)
+    def sample(self, batch_size: int, luck: random.Random) -> None:
+        n_step = self.variant.n_step
+        if n_step > 1:
+            n_step = self.storage.n_step = luck.choice([2, 3, 5])
+        batch = self.storage.sample(batch_size)
+        slots, ids = batch["index"].tolist(), ids_of(batch).tolist()
+        assert len({*zip(slots, ids, strict=True)}) == len({*slots}) == len({*ids})
+        assert ids_of(self.storage[batch["index"]]).tolist() == ids
+        drawn = [self.model.live[number] for number in ids]
+        if self.variant.kind in ("all", "prioritized"):
+            assert batch["priority_weight"].min() > 0
+            assert batch["priority_weight"].max() == 1
+        if self.variant.boundary:
+            self.check_sequences(batch, drawn)
+        goals = self.goals(batch, drawn)
+        folds = [
+            self.model.fold(row, n_step, DISCOUNT, goal, ends_at_goal=self.variant.ends_at_goal)
+            for row, goal in zip(drawn, goals, strict=True)
+        ]
+        wanted = self.expected(drawn)
+        wanted["next"] = self.expected([fold.last for fold in folds])["next"]
+        for at, (goal, fold) in enumerate(zip(goals, folds, strict=True)):
+            if goal is not None:
+                wanted["desired_goal"][at] = torch.tensor([goal, 1.0])
+                wanted["next", "desired_goal"][at] = torch.tensor([goal, 1.0])
+            wanted["next", "terminated"][at] = fold.is_terminated
+            wanted["next", "done"][at] = fold.is_terminated | wanted["next", "truncated"][at]
+        rewards = torch.tensor([[fold.reward] for fold in folds])
+        assert torch.allclose(batch["next", "reward"], rewards, rtol=1e-6, atol=0)
+        assert_same(batch, wanted.exclude(("next", "reward")))
+        if self.variant.n_step > 1:
+            steps = [[fold.num_steps] for fold in folds]
+            assert batch["steps_to_next_obs"].tolist() == steps
+
+    def goals(self, batch: Any, drawn: list[Row]) -> list[int | None]:
+        """The goal that was drawn for each row, which its strategy allows; None where none was."""
+        strategy = self.variant.strategy
+        if strategy is None:
+            return [None] * len(drawn)
+        mask, goals = batch["her_mask"].tolist(), batch["desired_goal"][:, 0].long().tolist()
+        if self.variant.boundary:
+            for (one, of_one), (other, of_other) in pairwise(
+                zip(batch["sequence_id"].tolist(), zip(mask, goals, strict=True), strict=True)
+            ):
+                assert one != other or of_one[0] == of_other[0]
+                assert one != other or not of_one[0] or of_one[1] == of_other[1]
+        elif len(drawn) > 1:
+            assert sum(mask) == len(drawn) * 2 // 3
+        for row, is_relabelled, goal in zip(drawn, mask, goals, strict=True):
+            lenders = self.model.goals(row, strategy)
+            assert not is_relabelled or goal in [lender.step.id + 1 for lender in lenders]
+        return [goal if relabelled else None for relabelled, goal in zip(mask, goals, strict=True)]
+
+    def check_sequences(self, batch: Any, drawn: list[Row]) -> None:
+        unit = self.storage.sample_unit
+        anchors = ids_of(self.storage[batch["anchor_index"]]).tolist()
+        for at in range(0, len(drawn), 4):
+            part = slice(at, at + 4)
+            assert len({*anchors[part]}) == 1
+            anchor = self.model.live[anchors[at]]
+            wanted, valid = self.model.sequence(anchor, 1, 3, unit.boundary)
+            assert drawn[part] == wanted
+            assert batch["validity_mask"][part].tolist() == valid
+            begins = [[self.model.begins(row)] for row in wanted]
+            assert batch["is_init"][part].tolist() == begins
+            assert batch["learning_mask"][part].tolist() == [False, True, True, False]
+            assert batch["step_in_sequence"][part].tolist() == [0, 1, 2, 3]
+            assert batch["sequence_id"][part].tolist() == [at // 4] * 4
+
+
+REQUIREMENTS = [
+    *("uniform-ring", "nested-dtypes", "stored-once", "slices", "clear", "can-sample", "episodes"),
+    *("her-future", "her-final", "her-episode", "her-random", "goal-current", "her-rewrite"),
+    *("her-terminated", "her-unfinished", "her-overwrite", "her-vector", "her-info", "her-n-step"),
+    *("n-step", "hpne", "sequences", "sequence-boundaries", "nothing-crosses", "persistence"),
+]
+
+
+def requirements(test: Any) -> Any:
+    for name in REQUIREMENTS:
+        test = pytest.mark.requirement(name)(test)
+    return test
+
+
+@requirements
+@pytest.mark.filterwarnings("ignore:.*does not continue")
+def test_everything_after_everything(place):
+    run_state_machine_as_test(
+        partial(Machine, place), settings=settings(max_examples=40, stateful_step_count=20)
+    )
+
+
+@pytest.mark.search
+@pytest.mark.filterwarnings("ignore:.*does not continue")
+def test_everything_after_everything_for_long(place):
+    run_state_machine_as_test(
+        partial(Machine, place),
+        settings=settings(max_examples=2000, stateful_step_count=40, derandomize=False),
+    )
