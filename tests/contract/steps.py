@@ -88,7 +88,10 @@ class Player:
 
 def rows(steps: Sequence[Transition], layout: str = "goals") -> TensorDict:
     """Returns the rows [N] of transitions, as they must read back."""
-    ids, firsts = torch.tensor([step[:2] for step in steps], dtype=torch.int64).reshape(-1, 2).unbind(1)
+    ids, firsts = (
+        torch.tensor(numbers, dtype=torch.int64)
+        for numbers in ([step.id for step in steps], [step.first for step in steps])
+    )
     terminated, truncated = (
         torch.tensor([step.end == end for step in steps], dtype=torch.bool).reshape(-1, 1)
         for end in ("terminated", "truncated")

@@ -1,0 +1,217 @@
+"""What was saved goes on exactly as what it was saved from; what is refused changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract.make import make, new_folder
+from contract.steps import Player, assert_same, ids_of, rows, without_slots, write
+
+pytestmark = pytest.mark.requirement("persistence")
+
+LANES, STEPS = 2, 12
+
+
+def storage_of(kind: str, place: str, seed: int = 3, **options: Any) -> Any:
+    sizes = {"lanes": LANES, "size": LANES * STEPS, "batch_size": 8, **options}
+    return make(kind, place=place, seed=seed, **sizes)
+
+
+def written(kind: str, place: str, num_steps: int) -> tuple[Any, list[Player]]:
+    """A storage in the middle of its episodes, with priorities of its own."""
+    storage, players = storage_of(kind, place), [Player(lane) for lane in range(LANES)]
+    go_on(storage, players, num_steps)
+    train(storage)
+    return storage, players
+
+
+def go_on(storage: Any, players: list[Player], num_steps: int) -> list[Any]:
+    """Plays episodes of different lengths, and leaves the last ones running."""
+    steps = [
+        [player.step("terminated" if (at + lane) % 5 == 4 else "") for at in range(num_steps)]
+        for lane, player in enumerate(players)
+    ]
+    write(storage, steps)
+    return steps
+
+
+def train(storage: Any) -> Any:
+    """Draws a batch and hands back its errors."""
+    batch = storage.sample()
+    batch["td_error"] = ids_of(batch).float() % 7
+    storage.update_tensordict_priority(batch)
+    return without_slots(batch)
+
+
+def dumped(storage: Any, again: Any) -> None:
+    folder = new_folder()
+    storage.dumps(folder)
+    again.loads(folder)
+
+
+def handed_over(storage: Any, again: Any) -> None:
+    again.load_state_dict(copy.deepcopy(storage.state_dict()))
+
+
+@pytest.mark.parametrize("reload", [dumped, handed_over])
+@pytest.mark.parametrize("num_steps", [7, 31])
+@pytest.mark.parametrize("kind", ["uniform", "hindsight", "prioritized", "recency", "all"])
+def test_what_is_loaded_goes_on_alike(kind, num_steps, reload, place):
+    storage, players = written(kind, place, num_steps)
+    again, others = storage_of(kind, place, seed=4), copy.deepcopy(players)
+    reload(storage, again)
+    for _ in range(20):
+        assert_same(train(again), train(storage))
+    for num_more in (1, 4):
+        go_on(again, others, num_more)
+        go_on(storage, players, num_more)
+        for _ in range(10):
+            assert_same(train(again), train(storage))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "all"])
+def test_a_directory_that_is_closed_goes_on(kind, tmp_path):
+    storage = storage_of(kind, "directory", path=tmp_path)
+    stays, players = storage_of(kind, "memory"), [Player(lane) for lane in range(LANES)]
+    others = copy.deepcopy(players)
+    for num_steps in (7, 20, 1):
+        go_on(storage, players, num_steps)
+        go_on(stays, others, num_steps)
+        for _ in range(5):
+            assert_same(train(storage), train(stays))
+        storage.close()
+        storage = storage_of(kind, "directory", seed=9, path=tmp_path)
+
+
+@pytest.mark.requirement("devices")
+@pytest.mark.parametrize("kind", ["uniform", "n-step", "hindsight", "prioritized", "all"])
+def test_one_seed_draws_the_same_everywhere(kind, place, request):
+    if place == "directory" and kind in ("prioritized", "all"):
+        reason = "trees of directories have spare steps"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    batches = []
+    for where in ("memory", place):
+        storage, players = written(kind, where, 7)
+        go_on(storage, players, 8)
+        batches.append([train(storage) for _ in range(20)])
+    for batch, other in zip(*batches, strict=True):
+        assert_same(batch, other)
+
+
+def contents(storage: Any, place: str) -> Any:
+    """All that a user can compare: rows, counts and what is drawn next, by a copy."""
+    handed_over(storage, later := storage_of("all", place, seed=9))
+    return storage[:], len(storage), [train(later) for _ in range(3)]
+
+
+def assert_unchanged(before: Any, storage: Any, place: str) -> None:
+    after = contents(storage, place)
+    assert before[1] == after[1]
+    for batch, other in [(before[0], after[0]), *zip(before[2], after[2], strict=True)]:
+        assert_same(other, batch)
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+@pytest.mark.parametrize("other", ["size", "lanes", "layout", "sampler"])
+def test_a_state_of_another_storage_is_refused(other, place):
+    options = {
+        "size": {"size": LANES * STEPS + 2},
+        "lanes": {"lanes": 3},
+        "layout": {"layout": "mixed"},
+        "sampler": {},
+    }[other]
+    source = storage_of("uniform" if other == "sampler" else "all", place, **options)
+    write(
+        source,
+        [Player(lane).play([3, 2]) for lane in range(options.get("lanes", LANES))],
+        options.get("layout", "goals"),
+    )
+    storage, _ = written("all", place, 17)
+    before, folder, state = contents(storage, place), new_folder(), source.state_dict()
+    source.dumps(folder)
+    for load in (lambda: storage.load_state_dict(state), lambda: storage.loads(folder)):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            load()
+        assert_unchanged(before, storage, place)
+
+
+class Bomb:
+    """Leaves a folder behind where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+def test_damaged_dumps_are_refused_or_right_and_run_no_code(tmp_path):
+    """Each file in turn is shortened, changed, removed, or a pickle."""
+    source, _ = written("uniform", "memory", 17)
+    source.dumps(tmp_path / "dump")
+    right, luck = source[:], random.Random(0)
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    storage, _ = written("uniform", "memory", 5)
+    for file in sorted(path for path in (tmp_path / "dump").rglob("*") if path.is_file()):
+        data = file.read_bytes()
+        for damage in ("shorter", "byte", "removed", "pickle"):
+            changed = bytearray(data)
+            if damage == "shorter":
+                del changed[luck.randrange(len(data) or 1) :]
+            elif damage == "byte" and data:
+                changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+            elif damage == "pickle":
+                changed = bytearray(bomb)
+            file.write_bytes(changed)
+            if damage == "removed":
+                file.unlink()
+            before = storage[:]
+            try:
+                storage.loads(tmp_path / "dump")
+            except (ValueError, KeyError, TypeError, OSError):
+                assert_same(storage[:], before)
+            else:
+                assert damage in ("byte", "shorter", "pickle", "removed")
+                assert ids_of(storage[:]).shape == ids_of(right).shape
+                storage, _ = written("uniform", "memory", 5)
+            assert not (tmp_path / "exploded").exists()
+        file.write_bytes(data)
+    storage.loads(tmp_path / "dump")
+    assert_same(storage[:], right)
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="rows can't be rewritten yet")
+@pytest.mark.requirement("slices")
+@pytest.mark.parametrize("place", ["memory", "device"])
+def test_fields_of_the_step_are_rewritten(place):
+    storage, _ = written("uniform", place, 7)
+    history = storage[:]
+    index = storage.sample(64)["index"]
+    storage.rewrite(index, {("next", "reward"): torch.full((64, 1), 5.0)})
+    drawn = storage[index]
+    assert (drawn["next", "reward"] == 5).all()
+    assert_same(storage[:].exclude(("next", "reward")), history.exclude(("next", "reward")))
+    for key in ("observation", ("next", "done")):
+        with pytest.raises((ValueError, KeyError)):
+            storage.rewrite(index, {key: drawn[key]})
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="stacks must continue the stream")
+@pytest.mark.requirement("stored-once")
+@pytest.mark.parametrize("place", ["memory", "device"])
+def test_stacks_that_do_not_continue_read_back(place):
+    storage, player = make(place=place, layout="frames", size=8, on_gap="ignore"), Player()
+    player.play([], unfinished=4)
+    steps = [player.step(), player.step()]
+    player.jump()
+    steps.append(player.step())
+    storage.extend(rows(steps, "frames"))
+    assert_same(storage[:], rows(steps, "frames"))
