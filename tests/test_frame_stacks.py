@@ -432,18 +432,6 @@ def test_stacks_that_do_not_continue_one_another_are_refused(
         storage.extend(stream.steps(2))
 
 
-def test_a_reset_without_a_word_is_cut_where_that_is_asked_for() -> None:
-    stack = FrameStack(3)
-    _, storage = both(stack, (3, 2, 3), 20)
-    storage._writer.gaps.on_gap = "cut"
-    data = torch.cat(
-        [Stream(seed, 0, stack, (2, 3), False, share_done=0).steps(2) for seed in (1, 2)]
-    )
-    storage.extend(data)
-    assert storage.episodes.behind(torch.arange(4)).tolist() == [0, 1, 0, 1]
-    assert torch.equal(storage[:]["pixels"], data["pixels"])
-
-
 @pytest.mark.parametrize("share_next", [False, True])
 def test_dumps_and_copies_go_on_where_they_were(share_next: bool, tmp_path: Path) -> None:
     stack, shape = of_kind("last", 4, "same")
@@ -576,7 +564,7 @@ def test_draws_on_a_gpu_without_waiting_for_it(
     gpu: torch.device, monkeypatch: pytest.MonkeyPatch, padding: str, share_next: bool
 ) -> None:
     # What is written is checked before, for which the host must wait.
-    monkeypatch.setattr(writer, "checked_stacks", lambda storage, steps, block, cuts: block)
+    monkeypatch.setattr(writer, "gaps_of_stacks", lambda storage, steps, block, cuts: None)
     shape = (2, 3, 4)
     stack = FrameStack(4, -1, padding)  # type: ignore[arg-type]
     storage = trl_storages.NStepReplayStorage(

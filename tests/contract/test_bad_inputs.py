@@ -508,3 +508,9 @@ def test_an_empty_storage_says_what_is_missing(place, kind):
         storage.extend(rows(Player().play([4])))
         assert storage.can_sample()
         storage.empty()
+
+
+@pytest.mark.parametrize("name", ["register_save_hook", "register_load_hook"])
+def test_hooks_are_refused(name):
+    with pytest.raises(RuntimeError, match="hooks"):
+        getattr(make(), name)(lambda data: data)

@@ -192,6 +192,20 @@ class TestFrameStacks:
         ahead = batch["next", "number"] - batch["number"]
         assert torch.equal(ahead, batch["steps_to_next_obs"])
 
+    @pytest.mark.requirement("nothing-crosses")
+    @pytest.mark.parametrize("jump", [0, 9])
+    def test_a_reset_that_nobody_told_of(self, place, jump):
+        """Also if the frame after it is the newest one before it."""
+        storage = make(place=place, layout="frames", size=24)
+        data, later = self.play([4], "same"), self.play([3], "same")
+        for branch in (later, later["next"]):
+            branch["observation"] += data["next", "observation"].max() + jump
+        data["next", "done"] = data["next", "terminated"] = torch.zeros(4, 1, dtype=torch.bool)
+        with pytest.warns(UserWarning, match="end_episodes"):
+            storage.extend(torch.cat([data, later]))
+        assert storage.episodes.episodes()["length"].tolist() == [4, 3]
+        assert_same(storage[:], torch.cat([data, later]).exclude("effort"))
+
     @pytest.mark.requirement("refused-is-unchanged")
     def test_a_next_stack_that_is_not_moved_by_one_frame_is_refused(self):
         storage = make(layout="frames", size=24)

@@ -33,7 +33,7 @@ def loop(function: _Loop) -> _Loop:
         return np.errstate(over="ignore", invalid="ignore")(function)
     compiled = _njit(nogil=True)(function)
     try:
-        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        compiled._cache = _Cache(function)
     except RuntimeError:  # no cache directory is writable
         _warn_of_no_cache()
     return compiled

@@ -472,6 +472,14 @@ class ReplayStorage(
         """Raises a RuntimeError: stored rows are never changed in place."""
         history.refuse_changes()
 
+    def register_save_hook(self, hook: Any) -> NoReturn:
+        """Raises a RuntimeError: a storage is saved as it is."""
+        raise RuntimeError(
+            "a ReplayStorage has no hooks of saving and loading: change what state_dict() returns"
+        )
+
+    register_load_hook = register_save_hook
+
     @on_disk.consistent_read
     def query(
         self,

@@ -139,10 +139,6 @@ class GapWatch:
             found = ring.find_gaps(rows, block, pairs, before, is_ring=False)
         return found
 
-    def compares(self, layout: Layout | None) -> bool:
-        """Whether rows of a layout have fields that are compared."""
-        return layout is not None and len(self.pairs(layout)) > 0
-
     def pairs(self, layout: Layout) -> np.ndarray:
         """Returns the pairs of fields that are compared; see `pairs_of`.
 

@@ -7,7 +7,6 @@ U trajectories among them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,23 +23,18 @@ __all__ = ["LaneNotes", "route"]
 class LaneNotes:
     """Tracks which trajectory each lane holds, and when and by which process it was last written.
 
-    Rows that were loaded, unpickled or found in a directory may be followed by those of new environments.
-    So an open episode continues if the next row of its lane begins with the next observation of its last
-    row; otherwise that row begins a new episode. Where rows are not compared, loaded episodes
-    continue, and those of a reopened directory do not.
+    Rows that were loaded, unpickled or found in a directory may be followed by those of new environments:
+    the first gap of each of their lanes is no surprise.
 
     Args:
         episodes: the index of the lanes.
-        are_reopened: whether their rows come from a directory that was opened.
     """
 
-    def __init__(self, episodes: EpisodeIndex, *, are_reopened: bool = False) -> None:
+    def __init__(self, episodes: EpisodeIndex) -> None:
         #: The index of the lanes.
         self.episodes = episodes
-        #: `[E]` bool on the host, lanes whose open episode may not continue; None if there are none.
-        self.unsure: torch.Tensor | None = self._open() if are_reopened else None
-        #: Whether these lanes are of a directory that was opened, and not loaded since.
-        self.are_reopened = are_reopened
+        #: Lanes that were not written since their rows were loaded.
+        self.resumed: set[int] = set()
         #: `[E]` int64, the number of the last trajectory of each lane.
         self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
         if self.trajectory.device.type == "cpu":
@@ -51,19 +45,15 @@ class LaneNotes:
         #: `[E]` int64, the process that last wrote to each lane; None with a single process.
         self.process: torch.Tensor | None = None
 
-    def doubt(self) -> None:
-        """Lets the next rows show which open episodes continue."""
-        self.unsure, self.are_reopened = self._open(), False
-
-    def _open(self) -> torch.Tensor | None:
-        is_open = self.episodes.is_open.bool().cpu()
-        return is_open if is_open.any() else None
-
     def __getstate__(self) -> dict[str, Any]:
-        # Processes that share the lanes know each other's rows.
-        return (
-            self.__dict__ if self.process is not None else self.__dict__ | {"unsure": self._open()}
-        )
+        if self.process is not None:
+            # Processes that share the lanes know each other's rows.
+            return self.__dict__
+        return self.__dict__ | {"resumed": {*range(self.episodes.num_envs)}}
+
+    def resume(self) -> None:
+        """Expects the next rows of each lane from new environments, or from the same."""
+        self.resumed = {*range(self.episodes.num_envs)}
 
     def share_memory_(self) -> None:
         """Moves the state that other processes need to shared memory."""
@@ -105,34 +95,17 @@ class LaneNotes:
             block = block.cut_at(self._first(block, self.process[block.which] != os.getpid()))
         return block
 
-    def cut_where_reset(self, block: Block, gap: torch.Tensor | None, *, is_known: bool) -> Block:
-        """Cuts where an open episode does not continue after a resume.
-
-        Args:
-            block: as `cut` returned it.
-            gap: `[L, T]` bool, rows that do not continue the row before them; None for none.
-            is_known: whether gaps can be found; otherwise no episode continues.
-        """
-        cut = self.may_begin(block)
-        if is_known:
-            cut = torch.zeros_like(cut) if gap is None else cut & gap
-        return block.cut_at(cut)
-
-    def may_begin(self, block: Block) -> torch.Tensor:
-        """Returns the steps that may begin an episode for that reason, `[L, T]` bool."""
-        return self._first(block, self.unsure[block.which])  # type: ignore[index]
+    def surprises(self, gap: torch.Tensor, block: Block) -> torch.Tensor:
+        """Returns the gaps `[L, T]` bool without those of lanes that are written first since a resume."""
+        if not self.resumed:
+            return gap
+        known = [lane in self.resumed for lane in range(self.episodes.num_envs)]
+        return gap & ~self._first(block, torch.tensor(known)[block.which])
 
     def _first(self, block: Block, which: torch.Tensor) -> torch.Tensor:
         """Returns the first steps of some of the lanes `[L]` bool, as `[L, T]` bool."""
         first = which.unsqueeze(1) & (torch.arange(block.num_steps) == 0)
         return on_device(first, self.episodes.device)
-
-    def settle(self, blocks: Iterable[Block]) -> None:
-        """Marks the lanes of committed steps as no longer unsure."""
-        for block in blocks:
-            self.unsure[block.which] = False  # type: ignore[index]
-        if not self.unsure.any():  # type: ignore[union-attr]
-            self.unsure = None
 
     def note(self, steps: Steps, block: Block, write_count: int) -> None:
         """Records steps that were written, with the write count after them."""
@@ -145,6 +118,9 @@ class LaneNotes:
             self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
         if self.process is not None:
             self.process[block.which] = os.getpid()
+        if self.resumed:
+            lanes = range(self.episodes.num_envs) if block.lanes is None else block.lanes
+            self.resumed.difference_update(lanes)
 
 
 def _on_host(tensor: torch.Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Checks that stacks of frames can be reassembled from their newest frames.
+"""Finds where stacks of frames can't be reassembled from their newest frames.
 
 Letters: L lanes written now, T steps of each.
 """
@@ -12,25 +12,27 @@ from trl_storages.kernels.tables import Block
 from trl_storages.rows import Layout, PackedStorage, Stacks
 from trl_storages.writing.steps import Steps
 
-__all__ = ["checked_stacks"]
+__all__ = ["gaps_of_stacks"]
 
 _KINDS = 4
 
 
-def checked_stacks(
-    storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool | torch.Tensor
-) -> Block:
-    """Checks that stacks continue one another, and cuts where they may not.
+def gaps_of_stacks(
+    storage: PackedStorage, steps: Steps, block: Block, *, cuts: bool
+) -> torch.Tensor | None:
+    """Finds stacks that do not continue the one before them in their lane, `[L, T]` bool.
 
     Args:
         storage: that they are written to.
         steps: rows.
         block: those of some lanes.
-        cuts: whether a stack that does not continue the one before begins an episode; `[L, T]` bool for
-            each step.
+        cuts: whether such a stack begins an episode.
+
+    Returns:
+        the gaps; None if there are none.
 
     Raises:
-        ValueError: a stack does not continue the one before it in its lane, or an episode begins with
+        ValueError: a stack does not continue the one before and nothing is cut, or an episode begins with
             earlier frames that are not the padding.
     """
     layout, stacks = steps.layout, storage.stacks
@@ -41,11 +43,12 @@ def checked_stacks(
         stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
     breaks = stacks.find_breaks(rows, block)  # type: ignore[arg-type]
     if breaks is None or not bool(breaks.any()):
-        return block
-    is_gap = (breaks % _KINDS == NOT_CONTINUED) & cuts
-    if bool(is_gap.any()):
-        return checked_stacks(storage, steps, block.cut_at(is_gap), cuts=False)
-    raise _error(layout, block, breaks)  # type: ignore[arg-type]
+        return None
+    gap = breaks % _KINDS == NOT_CONTINUED
+    if not (cuts and bool(gap.any())):
+        raise _error(layout, block, breaks)  # type: ignore[arg-type]
+    gaps_of_stacks(storage, steps, block.cut_at(gap), cuts=False)
+    return gap
 
 
 def _error(layout: Layout, block: Block, breaks: torch.Tensor) -> ValueError:

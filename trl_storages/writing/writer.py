@@ -36,7 +36,7 @@ from trl_storages.writing.checks import check_storage, num_steps_of
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import Gaps, GapWatch, OnGap
 from trl_storages.writing.lanes import LaneNotes
-from trl_storages.writing.stacks import checked_stacks
+from trl_storages.writing.stacks import gaps_of_stacks
 from trl_storages.writing.steps import Fields, Steps
 
 __all__ = ["EpisodeWriter"]
@@ -166,8 +166,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             storage.keep_episodes(index)
         if self._lanes is not None and self._lanes.episodes is index:
             return  # Another buffer of the same rows.
-        self._lanes = LaneNotes(index, are_reopened=self._directory is not None)
+        self._lanes = LaneNotes(index)
         if self._directory is not None:
+            self._lanes.resume()
             self._take_up()
 
     @property
@@ -292,8 +293,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
-        looks = self.gaps.is_looking or self._lanes.unsure is not None
-        return self._fields.steps(data, self._storage, self.gaps if looks else None)
+        return self._fields.steps(data, self._storage, self.gaps if self.gaps.is_looking else None)
 
     def _checked(self, steps: Steps, block: Block, gaps: list[Gaps]) -> Block:
         """Checks steps before they are written, and cuts episodes where they do not continue.
@@ -303,25 +303,21 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
             block: some of them.
             gaps: appended to, rows to warn of.
         """
-        lanes, watch = self._lanes, self.gaps
-        cuts = watch.on_gap == "cut"
-        looks = watch.is_looking and steps.layout is not None
-        if looks or lanes.unsure is not None:
-            framed = None if steps.layout is None else steps.layout.framed
-            gap = watch.find(self._storage, steps.rows, framed, block)
-            is_known = watch.compares(framed) and (lanes.are_reopened or watch.on_gap != "ignore")
-            if lanes.unsure is not None and (is_known or lanes.are_reopened):
-                block = lanes.cut_where_reset(block, gap, is_known=is_known)
-                gap = None if gap is None else gap & ~block.cut  # type: ignore[operator]
-            if gap is not None and looks:
-                block = block.cut_at(gap)
-                gaps.append((gap, block.lanes))
+        watch, storage = self.gaps, self._storage
+        if watch.is_looking and steps.layout is not None:
+            gap = watch.find(storage, steps.rows, steps.layout.framed, block)
+            block = self._cut_at(gap, block, gaps)
         if steps.rows.seen is not None:
-            where: bool | torch.Tensor = cuts
-            if lanes.unsure is not None:
-                where = cuts | lanes.may_begin(block)
-            block = checked_stacks(self._storage, steps, block, cuts=where)
+            gap = gaps_of_stacks(storage, steps, block, cuts=watch.is_looking)
+            block = self._cut_at(gap, block, gaps)
         return block
+
+    def _cut_at(self, gap: torch.Tensor | None, block: Block, gaps: list[Gaps]) -> Block:
+        """Cuts episodes at gaps `[L, T]`, and appends those that it warns of."""
+        if gap is None:
+            return block
+        gaps.append((self._lanes.surprises(gap, block), block.lanes))
+        return block.cut_at(gap)
 
     def _write(
         self,
@@ -342,7 +338,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
         count = self._write_count + steps.rows.num_rows
-        is_one = self._is_packed and len(blocks) == 1 and lanes.unsure is None
+        is_one = self._is_packed and len(blocks) == 1
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
             pairs = watch.pairs(steps.layout) if watch.is_looking else _NO_PAIRS  # type: ignore[arg-type]
@@ -424,8 +420,6 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._write_count_value.get_obj().value = count
         if directory is not None:
             directory.seal(episodes, blocks, count, lanes.numbers)
-        if lanes.unsure is not None:
-            lanes.settle(blocks)
         if not is_packed:
             self._count(blocks[-1].lanes)
         marked: torch.Tensor = slots  # type: ignore[assignment]
@@ -607,7 +601,7 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
         self._episodes.take_state(state["episodes"])
         self._lanes.trajectory.copy_(state["last_trajectory"])
         RoundRobinWriter.load_state_dict(self, state)
-        self._lanes.doubt()
+        self._lanes.resume()
         if len(self._episodes):
             self._count()
 

@@ -1,21 +1,18 @@
-"""After a resume, the next steps are taken for what they are, of the same environments or of new ones."""
+"""After a resume, the next steps are taken for what they are, of the same environments or of new ones.
+
+Without a warning, as new environments are no mistake.
+"""
 
 import pickle
 
 import numpy as np
+import pytest
 import torch
+from contract.make import library, make_of
 from gymnasium import spaces
 from in_pairs import in_pairs
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-
-from trl_storages import (
-    EpisodeWriter,
-    FrameStack,
-    PackedStorage,
-    ReplayStorage,
-    UniformReplayStorage,
-)
 
 FRAMES = 3
 LENGTHS = (2, 3, 5)
@@ -76,7 +73,7 @@ class Loop:
 def make(num_envs, mode, path=None, **options):
     box = spaces.Box(-np.inf, np.inf, (FRAMES, 1), np.float32)
     sizes = {"storage_size": 50 * num_envs, "num_envs": num_envs, "path": path}
-    return UniformReplayStorage(box, spaces.Discrete(2), autoreset_mode=mode, **sizes, **options)
+    return make_of(box, spaces.Discrete(2), autoreset_mode=mode, **sizes, **options)
 
 
 def dumped(storage, again, tmp_path):
@@ -102,12 +99,6 @@ def reopened(storage, again, tmp_path):
 
 
 WAYS = {"dump": dumped, "state dict": loaded, "pickle": pickled, "disk": reopened}
-OPTIONS = {
-    "plain": {},
-    "shared": {"share_next": True},
-    "stacks": {"frame_stack": {"observation": FrameStack(FRAMES)}},
-    "both": {"share_next": True, "frame_stack": {"observation": FrameStack(FRAMES)}},
-}
 
 
 def check(storage, before, loop):
@@ -126,19 +117,19 @@ def check(storage, before, loop):
 
 @in_pairs(
     way=[*WAYS],
-    kind=[*OPTIONS],
+    frame_stack=[None, FRAMES],
     num_envs=[1, 3],
     mode=["NextStep", "SameStep", "Disabled"],
     is_new=[True, False],
 )
-def test_the_next_steps_after_a_resume(way, kind, num_envs, mode, is_new, tmp_path):
+def test_the_next_steps_after_a_resume(way, frame_stack, num_envs, mode, is_new, tmp_path):
     # The step after an end is skipped with NextStep, whoever made it.
     is_new = is_new and mode != "NextStep"
     for number, num_steps in enumerate(STEPS_BEFORE):
         place = tmp_path / str(number)
 
-        def again(path, **more):
-            return make(num_envs, mode, path, **OPTIONS[kind], **more)
+        def again(path):
+            return make(num_envs, mode, path, frame_stack=frame_stack)
 
         storage = again(place / "rows" if way == "disk" else None)
         loop = Loop(num_envs, mode, number=1)
@@ -168,20 +159,21 @@ def collected(number, num_steps, num_envs, done=False):
 @in_pairs(
     # TorchRL's own storages in files start empty.
     kind=[
-        *((way, PackedStorage) for way in WAYS),
+        *((way, library.PackedStorage) for way in WAYS),
         *((way, LazyTensorStorage) for way in ("dump", "state dict", "pickle")),
     ],
     num_envs=[1, 3],
     is_flat=[False, True],
     is_new=[True, False],
-    on_gap=["cut"],
+    on_gap=["cut", "ignore"],
 )
 def test_a_collector_after_a_resume(kind, num_envs, is_flat, is_new, on_gap, tmp_path):
     way, rows = kind
 
     def again(path):
-        storage = PackedStorage(60, scratch_dir=path) if path else rows(60)
-        return ReplayStorage(storage=storage, writer=EpisodeWriter(num_envs, on_gap=on_gap))
+        storage = library.PackedStorage(60, scratch_dir=path) if path else rows(60)
+        writer = library.EpisodeWriter(num_envs, on_gap=on_gap)
+        return library.ReplayStorage(storage=storage, writer=writer)
 
     storage = again(tmp_path / "rows" if way == "disk" else None)
     steps = collected(1, 8, num_envs)
@@ -195,6 +187,19 @@ def test_a_collector_after_a_resume(kind, num_envs, is_flat, is_new, on_gap, tmp
             steps = steps[0]
         storage.extend(steps.reshape(-1) if is_flat else steps)
     lengths = storage.episodes.episodes()["length"].tolist()
-    assert lengths == ([5, 3] if is_new else [8]) * num_envs
+    assert lengths == ([5, 3] if is_new and on_gap == "cut" else [8]) * num_envs
     storage.validate()
     storage.storage.close() if way == "disk" else None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_later_gaps_are_warned_of(way, tmp_path):
+    storage = make(2, "Disabled", tmp_path / "rows" if way == "disk" else None)
+    loop = Loop(2, "Disabled", 1)
+    loop.step(storage)
+    storage = WAYS[way](storage, lambda path: make(2, "Disabled", path), tmp_path)
+    loop = Loop(2, "Disabled", 3)
+    loop.step(storage)
+    with pytest.warns(UserWarning, match="end_episodes"):
+        Loop(2, "Disabled", 5).step(storage)
+    assert storage.episodes.episodes()["length"].tolist() == [1, 1, 1] * 2
