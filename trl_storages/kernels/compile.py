@@ -16,7 +16,7 @@ from numba import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic, overload
 
-__all__ = ["fence", "inlined", "loop", "prefetch"]
+__all__ = ["copy_words", "fence", "inlined", "loop", "prefetch"]
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 # Untyped, as its annotations hide the signature of the decorated function.
@@ -91,6 +91,11 @@ def _warn_of_no_cache() -> None:
     )
 
 
+def copy_words(target: Any, i: int, j: int, source: Any, p: int, q: int, size: int) -> None:
+    """Copies `source[p, q : q + size]` to `target[i, j : j + size]`, of tables of 8-byte words."""
+    target[i, j : j + size] = source[p, q : q + size]
+
+
 def prefetch(array: Any, byte: int) -> None:
     """Asks for the cache line that holds byte `byte` of a contiguous array."""
 
@@ -99,14 +104,37 @@ def fence() -> None:
     """Orders all reads and writes before it and after it, also for other processes."""
 
 
+_BYTE = ir.IntType(8).as_pointer()
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any, byte: Any) -> Any:
+    """Returns the address of a byte of an array."""
+    view = context.make_array(kind)(context, builder, array)
+    return builder.gep(builder.bitcast(view.data, _BYTE), [byte])
+
+
+@intrinsic
+def _copy(typing_context: Any, target: Any, to: Any, source: Any, start: Any, size: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        addresses = [
+            _address(context, builder, kinds[0], args[0], args[1]),
+            _address(context, builder, kinds[2], args[2], args[3]),
+        ]
+        names = [_BYTE, _BYTE, ir.IntType(64)]
+        function = builder.module.declare_intrinsic("llvm.memcpy", names)
+        builder.call(function, [*addresses, args[4], ir.IntType(1)(0)])
+        return context.get_dummy_value()
+
+    return types.void(target, types.int64, source, types.int64, types.int64), generate
+
+
 @intrinsic
 def _prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        view = context.make_array(signature.args[0])(context, builder, args[0])
-        pointer, integer = ir.IntType(8).as_pointer(), ir.IntType(32)
-        address = builder.gep(builder.bitcast(view.data, pointer), [args[1]])
-        kind = ir.FunctionType(ir.VoidType(), [pointer, integer, integer, integer])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+        address, integer = _address(context, builder, signature.args[0], *args), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE, integer, integer, integer])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE], kind)
         # A read, kept in all cache levels, of data.
         builder.call(function, [address, integer(0), integer(3), integer(1)])
         return context.get_dummy_value()
@@ -121,6 +149,15 @@ def _fence(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@overload(copy_words, inline="always", strict=False)
+def _compiled_copy(target: Any, i: Any, j: Any, source: Any, p: Any, q: Any, size: Any) -> Any:
+    def copy(target, i, j, source, p, q, size):  # type: ignore[no-untyped-def]
+        to, start = i * target.shape[1] + j, p * source.shape[1] + q
+        _copy(target, to * 8, source, start * 8, size * 8)
+
+    return copy
 
 
 @overload(prefetch, inline="always", strict=False)

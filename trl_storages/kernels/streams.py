@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels.compile import fence, loop, prefetch
+from trl_storages.kernels.compile import copy_words, fence, loop, prefetch
 
 __all__ = [
     "ANEW",
@@ -70,7 +70,7 @@ GOES_ON, DONE, CUT = range(3)
 SAME, ANEW, GAP = range(3)
 
 # How many rows ahead memory is asked for.
-_AHEAD = 12
+_AHEAD = 16
 
 
 @loop
@@ -229,17 +229,14 @@ def plan(
 def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> None:
     """Copies the rows of a block into their entries."""
     F, O, _, _ = sizes
-    older, W, last = (k - 1) * F, entries.shape[1], block.shape[1] - O
+    older, last = (k - 1) * F, block.shape[1] - O
     for i in range(len(at)):
-        p = at[i]
         if how[i] != SAME:
-            for w in range(older):
-                entries[p - (k - 1) + w // F, w % F] = block[i, w]
+            for j in range(k - 1):
+                copy_words(entries, at[i] - (k - 1) + j, 0, block, i, j * F, F)
         # The newest frame, the rest of the observation and the step lie side by side.
-        for w in range(W):
-            entries[p, w] = block[i, older + w]
-        for w in range(O):
-            entries[p + 1, w] = block[i, last + w]
+        copy_words(entries, at[i], 0, block, i, older, entries.shape[1])
+        copy_words(entries, at[i] + 1, 0, block, i, last, O)
 
 
 @loop
@@ -280,22 +277,18 @@ def put(
 def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
     """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, with what follows entries `last`."""
     F, O, _, _ = sizes
-    W, last_column = entries.shape[1], out.shape[1] - O
+    older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
     for i in range(len(at)):
-        if i + _AHEAD < len(at) and k == 1:
+        if i + _AHEAD < len(at):
             for byte in range(0, W * 8, 64):
                 prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
             for byte in range(0, O * 8 + 56, 64):
                 prefetch(entries, (last[i + _AHEAD] + 1) * W * 8 + byte)
-        p, q = at[i], last[i] + 1
         for j in range(k - 1):
-            for w in range(F):
-                out[i, j * F + w] = entries[p - (k - 1) + j, w]
-                out[i, last_column - (k - 1 - j) * F + w] = entries[q - (k - 1) + j, w]
-        for w in range(W):
-            out[i, (k - 1) * F + w] = entries[p, w]
-        for w in range(O):
-            out[i, last_column + w] = entries[q, w]
+            copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
+            copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
+        copy_words(out, i, older, entries, at[i], 0, W)
+        copy_words(out, i, after, entries, last[i] + 1, 0, O)
 
 
 @loop
