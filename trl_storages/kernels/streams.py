@@ -312,20 +312,17 @@ def take_frames(elements: Any, at: Any, start: int, k: int, out: Any) -> None:
 
 
 @loop
-def paste(
-    elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, second: int, size: int
-) -> None:
-    """Copies a field of entries `at` into two fields of `rows` `[B, *]`, where `mask` `[B]` says so.
+def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, size: int) -> None:
+    """Copies a field of entries `at` `[B]` into one of gathered `rows`, where `mask` `[B]` says so.
 
     Args:
         elements: entries, viewed as words of the field.
-        at: `[B]` entries.
-        start: of the field, in an entry.
-        mask: `[B]` bool.
-        rows: gathered rows, viewed likewise.
-        first: where the field goes in a row.
-        second: where it goes as well.
-        size: of the field.
+        at: the entries.
+        start: where the field begins in an entry.
+        mask: which rows.
+        rows: `[B, *]`, viewed likewise.
+        first: where it goes in a row.
+        size: its number of words.
     """
     width = elements.shape[1] * elements.itemsize
     for i in range(len(at)):
@@ -333,9 +330,7 @@ def paste(
             prefetch(elements, at[i + _AHEAD] * width + start * elements.itemsize)
         if mask[i]:
             for w in range(size):
-                value = elements[at[i], start + w]
-                rows[i, first + w] = value
-                rows[i, second + w] = value
+                rows[i, first + w] = elements[at[i], start + w]
 
 
 @loop

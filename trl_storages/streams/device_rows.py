@@ -5,6 +5,7 @@ Letters: N rows of a block, L lanes it writes, B batch; F, O, S, W and k as in `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
-from trl_storages.streams.layout import Layout
+from trl_storages.streams.layout import Field, Layout
 from trl_storages.streams.staging import Block
 
 __all__ = ["DeviceRows", "sent"]
@@ -22,6 +23,8 @@ __all__ = ["DeviceRows", "sent"]
 def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns values on a device, to which a GPU copies them by itself, from pinned memory."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if tensor.device == device:
+        return tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -173,6 +176,21 @@ class DeviceRows:
         frames = self._entries[:, : self._layout.frame_words]
         before = (at[:, None] + self._older).view(-1)
         return frames.index_select(0, before).view(len(at), len(self._older) * frames.shape[1])
+
+    def paste(
+        self,
+        rows: torch.Tensor,
+        field: Field,
+        places: torch.Tensor,
+        mask: torch.Tensor,
+        targets: Sequence[Field],
+    ) -> None:
+        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`."""
+        values = self.take(field.key, places)
+        chosen = sent(mask, self.device).view(-1, *(1 for _ in field.shape))
+        views = self._layout.views(rows)
+        for target in targets:
+            views[target.key].copy_(torch.where(chosen, values, views[target.key]))
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""

@@ -5,6 +5,8 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from tensordict import NestedKey
@@ -114,6 +116,30 @@ class HostRows:
             *(places.numpy(), last.numpy(), rows.numpy()),
         )
         return rows
+
+    def paste(
+        self,
+        rows: torch.Tensor,
+        field: Field,
+        places: torch.Tensor,
+        mask: torch.Tensor,
+        targets: Sequence[Field],
+    ) -> None:
+        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`.
+
+        Args:
+            rows: as `gather` returned them.
+            field: which is copied.
+            places: from where.
+            mask: `[B]` bool, to which rows.
+            targets: fields of the same dtype and shape.
+        """
+        elements, start, size = self._elements(field)
+        at = places.numpy() + 1 if field.is_next else places.numpy()
+        words = rows.numpy().view(elements.dtype)
+        for target in targets:
+            first = self._layout.row_byte(target) // elements.itemsize
+            streams.paste(elements, at, start, mask.numpy(), words, first, size)
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""

@@ -1,0 +1,106 @@
+"""Priorities of rows, and the tree by which they are drawn.
+
+Letters: N slots, B batch, E lanes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trl_storages.index import EpisodeIndex, Seen
+from trl_storages.kernels import tree
+
+__all__ = ["Priorities"]
+
+_NO_RANGES = np.empty((2, 0), np.int64)
+# 0 says that no priority was set.
+_LEAST = np.finfo(np.float32).tiny
+
+
+class Priorities:
+    """Raw priorities `[N]` of an index's rows, and their weights (p + eps)^alpha in a tree.
+
+    It catches up with the index when it is used: rows that are new get the largest raw priority so far,
+    those that are gone no weight.
+    """
+
+    def __init__(self, index: EpisodeIndex, alpha: float, eps: float) -> None:
+        self.index, self.alpha, self.eps = index, alpha, eps
+        self.raw = np.zeros(index.capacity, np.float32)
+        self.starts = tree.level_starts(index.capacity)
+        self.sums = np.zeros(self.starts[-1])
+        self._least: np.ndarray | None = None
+        #: The largest raw priority so far.
+        self.largest = np.float32(1)
+        self._seen: Seen | None = None
+        self._reported = False
+
+    def catch_up(self) -> None:
+        """Takes in which rows are new and which are gone."""
+        changes, self._seen = self.index.since(self._seen)
+        if changes is not None:
+            self._set(changes.gone, np.zeros(1))
+            self.raw[changes.new] = 0
+            self._set(changes.new, self._weights(np.full(1, self.largest)))
+
+    def _weights(self, raw: np.ndarray) -> np.ndarray:
+        weights: np.ndarray = (raw.astype(np.float64) + self.eps) ** self.alpha
+        return weights
+
+    def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
+        if len(slots):
+            tree.set_leaves(self.sums, self.starts, False, slots, weights)
+            if self._least is not None:
+                tree.set_leaves(self._least, self.starts, True, slots, weights)
+
+    def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
+        """Sets priorities `[B]` of rows that were drawn as `steps` of their lanes.
+
+        Rows that others have replaced since are skipped; of equal slots the last one counts.
+        """
+        self.catch_up()
+        index, T = self.index, self.index.steps_per_lane
+        lanes = slots // T
+        live = (steps >= index.tails[lanes]) & (steps < index.cursors[lanes])
+        slots, priority = slots[live], np.maximum(priority[live].astype(np.float32), _LEAST)
+        if len(slots):
+            self.raw[slots] = priority
+            self.largest = max(self.largest if self._reported else _LEAST, priority.max())
+            self._reported = True
+            self._set(slots, self._weights(priority))
+
+    def rescale(self, alpha: float, eps: float) -> None:
+        """Computes all weights anew."""
+        self.catch_up()
+        self.alpha, self.eps = alpha, eps
+        live = self.index.live_slots().numpy()
+        raw = np.where(self.raw[live] > 0, self.raw[live], self.largest)
+        leaves = self.sums[self.starts[-2] :]
+        leaves[:] = 0
+        leaves[live] = self._weights(raw)
+        tree.renew(self.sums, self.starts, False)
+        self._least = None
+
+    def ranges(self, window: int | None) -> np.ndarray:
+        """Returns the leaves of the newest `window` steps of each lane, `[2, 2 E]`; None is all."""
+        if window is None:
+            return _NO_RANGES
+        ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
+        tree.newest_ranges(self.index.tables, window, ranges)
+        return ranges
+
+    def draw(self, noise: np.ndarray, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        """Draws `[B]` slots in proportion to their weights; returns these and their total too."""
+        slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
+        total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
+        return slots, weights, total
+
+    def least(self, ranges: np.ndarray) -> float:
+        """Returns the least weight within ranges of leaves."""
+        if self._least is None:
+            self._least = np.full(len(self.sums), np.inf)
+            leaves = self.sums[self.starts[-2] :]
+            self._least[self.starts[-2] :] = np.where(leaves > 0, leaves, np.inf)
+            tree.renew(self._least, self.starts, True)
+        found: float = tree.least_within(self._least, self.starts, ranges)
+        return found

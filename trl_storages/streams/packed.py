@@ -1,0 +1,180 @@
+"""A TorchRL storage whose lanes are streams of observations.
+
+Letters: E lanes, M entries a lane, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.data import Storage
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.streams.arena import GIVES_BACK, Arena
+from trl_storages.streams.device_rows import DeviceRows
+from trl_storages.streams.host_rows import HostRows
+from trl_storages.streams.layout import Layout
+from trl_storages.streams.staging import Block
+
+__all__ = ["PackedStorage"]
+
+
+class PackedStorage(Storage):  # type: ignore[misc]
+    """Keeps each observation once, as part of its lane's stream, in memory or on a GPU.
+
+    An `EpisodeWriter` writes the rows. The first write fixes their layout, or `fields` does.
+
+    Args:
+        max_size: the number of rows, rounded down to a multiple of `num_envs`.
+        num_envs: E, the number of lanes.
+        device: where the rows are; their index is always on the host.
+        fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack).
+        max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
+            whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
+            evicted early.
+
+    Raises:
+        ValueError: a lane has fewer than two steps, or too few entries.
+
+    >>> PackedStorage(1000)
+    PackedStorage(0 of 1,000 rows, cpu)
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        num_envs: int = 1,
+        device: torch.device | str = "cpu",
+        fields: Mapping[NestedKey, Sequence[Any]] | None = None,
+        max_entries: int | None = None,
+    ) -> None:
+        super().__init__(max_size)
+        self.device = torch.device(device)
+        self._num_envs, self._max_entries = num_envs, max_entries
+        # Before the layout is known there is an empty index, so that sizes are checked at once.
+        #: Which rows there are.
+        self.episodes = self._new_index(1)
+        self.max_size = self.episodes.capacity
+        #: The rows; None until their layout is fixed.
+        self.rows: HostRows | DeviceRows | None = None
+        self.layout: Layout | None = None
+        if fields is not None:
+            self.lay_out(Layout(fields))
+
+    def _new_index(
+        self, frames: int, tables: Mapping[str, np.ndarray] | None = None
+    ) -> EpisodeIndex:
+        steps, max_entries = self.max_size // self._num_envs, self._max_entries
+        if max_entries is None and not (self.device.type == "cpu" and GIVES_BACK):
+            # Entries that no row needs are not given back here.
+            most = max(steps // 8, 64)
+            max_entries = self._num_envs * (steps + most + (frames + 1) * min(most, 64))
+        return EpisodeIndex(
+            *(self.max_size, self._num_envs), stack=frames, max_entries=max_entries, tables=tables
+        )
+
+    def lay_out(self, layout: Layout) -> None:
+        """Fixes the layout, and makes room for the rows."""
+        if self.device.type != "cpu":
+            self.episodes = self._new_index(layout.frames)
+            self.rows = DeviceRows(layout, self.episodes, self.device)
+        else:
+            index = self._new_index(layout.frames)
+            entries = index.num_envs * index.entries_per_lane, layout.entry_words
+            shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
+            arena = Arena(shapes, lane_bytes=index.entries_per_lane * layout.entry_words * 8)
+            self.episodes = self._new_index(layout.frames, arena.arrays)
+            self.rows = HostRows(layout, self.episodes, arena)
+        self.layout = layout
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the layout is fixed; TorchRL's collectors ask."""
+        return self.rows is not None
+
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+        """Writes a block, in parts where it is long; see `HostRows.append`.
+
+        Returns:
+            `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
+        """
+        assert self.rows is not None
+        counts, most = np.diff(block.offsets), self.episodes.most_steps
+        longest = int(counts.max(initial=0))
+        if longest <= most:
+            return self.rows.append(block, cuts_gaps=cuts_gaps)
+        slots, gaps = torch.full((len(block.words),), -1), 0
+        first_steps = self.episodes.cursors[block.which].copy()
+        for done in range(0, longest, most):
+            firsts = block.offsets[:-1] + np.minimum(counts, done)
+            ends = block.offsets[:-1] + np.minimum(counts, done + most)
+            gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
+        T = self.episodes.steps_per_lane
+        for lane, begin, end, step in zip(
+            block.which, block.offsets[:-1], block.offsets[1:], first_steps, strict=True
+        ):
+            lost = max(int(self.episodes.tails[lane]) - int(step), 0)
+            steps = torch.arange(int(step) + lost, int(step) + end - begin)
+            slots[begin + lost : end] = lane * T + steps % T
+        return slots, gaps
+
+    # As TorchRL's buffers ask
+
+    def get(self, index: Any) -> TensorDict:
+        """Returns rows as a batch, in new memory.
+
+        Args:
+            index: slots, `[B]`, of live rows.
+
+        Raises:
+            IndexError: a slot holds no live row.
+        """
+        slots = torch.as_tensor(index, dtype=torch.int64, device="cpu")
+        self.episodes.check_live(slots.reshape(-1))
+        assert self.rows is not None
+        assert self.layout is not None
+        places = self.episodes.places(slots.reshape(-1))
+        batch = self.layout.tensordict(self.rows.gather(places, places))
+        return batch.view(slots.shape) if slots.ndim != 1 else batch
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Raises: rows are written in the order of their lanes, by an `EpisodeWriter`."""
+        raise RuntimeError(
+            "rows are not set by slot: pass writer=EpisodeWriter(num_envs), and extend."
+        )
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def _empty(self) -> None:
+        self.episodes.empty()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device})"
+
+
+def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of the fields of `[N]` transitions.
+
+    Raises:
+        KeyError: the data lacks a field.
+        TypeError, ValueError: it has another dtype or shape.
+    """
+    found = {}
+    for field in layout.fields:
+        value = data.get(field.key, None)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(f"the data lacks {field.key!r}, which every row holds as {field}.")
+        if value.dtype is not field.dtype:
+            raise TypeError(f"{field.key!r} must be {field}, got {value.dtype}.")
+        if value.shape[data.ndim :] != field.shape:
+            raise ValueError(
+                f"{field.key!r} must be {field}, got {list(value.shape[data.ndim :])}."
+            )
+        found[field.key] = value
+    return found
