@@ -155,7 +155,7 @@ def _fence(typing_context: Any) -> Any:
 def _compiled_copy(target: Any, i: Any, j: Any, source: Any, p: Any, q: Any, size: Any) -> Any:
     def copy(target, i, j, source, p, q, size):  # type: ignore[no-untyped-def]
         to, start = i * target.shape[1] + j, p * source.shape[1] + q
-        _copy(target, to * 8, source, start * 8, size * 8)
+        _copy(target, to * 8, source, start * 8, size * 8)  # type: ignore[call-arg]
 
     return copy
 

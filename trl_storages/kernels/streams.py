@@ -23,7 +23,8 @@ An `index` is the tuple of these tables:
 - `lanes` `[E, 2]`: the steps written, and the oldest live step.
 - T, M, k.
 
-`sizes` are `(F, O, first, end)`: the words `first` to `end` of S tell whether a row continues another.
+`sizes` are `(F, O, first, end, N)`: the words `first` to `end` of S tell whether a row continues another,
+and from word N on an entry holds what stands under `next`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def compare(
         block: `[N, 2 S + W - O]` rows, lane by lane.
         how: `[N]` uint8, the result.
     """
-    F, O, first, end = sizes
+    F, O, first, end, _ = sizes
     S = O + (k - 1) * F
     after = block.shape[1] - S
     for m in range(len(tips)):
@@ -228,7 +229,7 @@ def plan(
 @loop
 def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> None:
     """Copies the rows of a block into their entries."""
-    F, O, _, _ = sizes
+    F, O, _, _, _ = sizes
     older, last = (k - 1) * F, block.shape[1] - O
     for i in range(len(at)):
         if how[i] != SAME:
@@ -275,19 +276,20 @@ def put(
 
 @loop
 def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
-    """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, with what follows entries `last`."""
-    F, O, _, _ = sizes
+    """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, what is next of entries `last`."""
+    F, O, _, _, N = sizes
     older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
     for i in range(len(at)):
         if i + _AHEAD < len(at):
             for byte in range(0, W * 8, 64):
                 prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
-            for byte in range(0, O * 8 + 56, 64):
-                prefetch(entries, (last[i + _AHEAD] + 1) * W * 8 + byte)
+            for byte in range(N * 8, (W + O) * 8 + 56, 64):
+                prefetch(entries, last[i + _AHEAD] * W * 8 + byte)
         for j in range(k - 1):
             copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
             copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
-        copy_words(out, i, older, entries, at[i], 0, W)
+        copy_words(out, i, older, entries, at[i], 0, N)
+        copy_words(out, i, older + N, entries, last[i], N, W - N)
         copy_words(out, i, after, entries, last[i] + 1, 0, O)
 
 

@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import keys
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.functional.emphasis import window_size
+from trl_storages.index import Seen
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.next.priorities import Priorities
 from trl_storages.streams.packed import PackedStorage
@@ -155,7 +156,8 @@ class ERESampler(_Wrapper):
     ) -> None:
         super().__init__(base)
         self.eta, self.c_min, self.updates_per_phase = eta, c_min, updates_per_phase
-        self._update, self._seen = 0, None
+        self._update = 0
+        self._seen: Seen | None = None
 
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws from the newest w steps of each lane, w the least with which they reach c_k."""

@@ -70,6 +70,7 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
             writer=_NoWriter(),
             transform=transform,
             batch_size=batch_size,
+            collate_fn=lambda batch: batch,
             generator=generator,
         )
         self._cuts_gaps, self._warned = on_gap == "cut", False

@@ -112,7 +112,7 @@ class DeviceRows:
         at = sent(first, self.device)
         before = before.index_copy(0, at, seen.index_select(0, sent(which, self.device)))
         differs = before != words[:, :S]
-        begin, end = layout.sizes[2:]
+        begin, end = layout.sizes[2:4]
         goes_on = ~differs[:, begin:end].any(1)
         how = torch.where(
             differs.any(1), torch.where(goes_on, streams.ANEW, streams.GAP), streams.SAME
@@ -163,13 +163,21 @@ class DeviceRows:
         Returns:
             `[B, row_words]` int64.
         """
-        at = sent(places, self.device)
-        after = (at if last is places else sent(last, self.device)) + 1
-        observations = self._entries[:, : self._layout.observation_words]
-        parts = [self._entries.index_select(0, at), observations.index_select(0, after)]
-        if self._layout.frames > 1:
-            parts = [self._older_frames(at), parts[0], self._older_frames(after), parts[1]]
-        return torch.cat(parts, 1)
+        at, layout, entries = sent(places, self.device), self._layout, self._entries
+        parts, after = [entries.index_select(0, at)], at + 1
+        if last is not places:
+            ends = sent(last, self.device)
+            parts = [
+                parts[0][:, : layout.root_words],
+                entries[:, layout.root_words :].index_select(0, ends),
+            ]
+            after = ends + 1
+        observations = entries[:, : layout.observation_words].index_select(0, after)
+        if layout.frames > 1:
+            return torch.cat(
+                [self._older_frames(at), *parts, self._older_frames(after), observations], 1
+            )
+        return torch.cat([*parts, observations], 1)
 
     def _older_frames(self, at: torch.Tensor) -> torch.Tensor:
         """Returns all frames but the newest of entries `[B]`, `[B, (k - 1) F]`."""

@@ -108,27 +108,30 @@ class Layout:
         self.frames = self._num_frames(stacks)
         decides = keys.continued_keys([*self.described])
         next_keys = {keys.next_key(key): key for key in seen}
+        steps = [key for key in self.described if key not in seen and key not in next_keys]
         groups = [
             stacks,
             [key for key in seen if key in decides and key not in stacks],
             [key for key in seen if key not in decides and key not in stacks],
-            [key for key in self.described if key not in seen and key not in next_keys],
+            [key for key in steps if keys.key_path(key)[0] != "next"],
+            [key for key in steps if keys.key_path(key)[0] == "next"],
         ]
         placed: dict[NestedKey, Field] = {}
         ends: list[int] = []  # of the groups, in words
         for group in groups:
             placed |= self._placed(group, ends[-1] if ends else 0)
             ends.append(self._end(placed))
-        #: F, words of a frame; O, words of an observation; W, words of an entry.
-        self.frame_words, middle, self.observation_words, self.entry_words = ends
+        #: F, words of a frame; O, of an observation; before what is `next`; W, words of an entry.
+        self.frame_words, middle, self.observation_words, self.root_words, self.entry_words = ends
         self._skipped = (self.frames - 1) * self.frame_words
         #: S, words of an observation as it is seen; where the next one begins in a row; a row's words.
         self.seen_words = self.observation_words + self._skipped
         self.next_word = self.entry_words + self._skipped
         self.row_words = self.next_word + self.seen_words
         begin = 0 if set(stacks) & set(decides) else self.frame_words + self._skipped
+        end = middle + self._skipped
         #: As loops take it, see `kernels.streams`: observations decide whether a row continues another.
-        self.sizes = (self.frame_words, self.observation_words, begin, middle + self._skipped)
+        self.sizes = (self.frame_words, self.observation_words, begin, end, self.root_words)
         after = {
             key: replace(placed[twin], key=key, is_next=True) for key, twin in next_keys.items()
         }

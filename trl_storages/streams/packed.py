@@ -61,8 +61,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.episodes = self._new_index(1)
         self.max_size = self.episodes.capacity
         #: The rows; None until their layout is fixed.
-        self.rows: HostRows | DeviceRows | None = None
-        self.layout: Layout | None = None
+        self.rows: Any = None
+        self.layout: Any = None
         if fields is not None:
             self.lay_out(Layout(fields))
 
@@ -103,7 +103,6 @@ class PackedStorage(Storage):  # type: ignore[misc]
         Returns:
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
-        assert self.rows is not None
         counts, most = np.diff(block.offsets), self.episodes.most_steps
         longest = int(counts.max(initial=0))
         if longest <= most:
@@ -136,8 +135,6 @@ class PackedStorage(Storage):  # type: ignore[misc]
         """
         slots = torch.as_tensor(index, dtype=torch.int64, device="cpu")
         self.episodes.check_live(slots.reshape(-1))
-        assert self.rows is not None
-        assert self.layout is not None
         places = self.episodes.places(slots.reshape(-1))
         batch = self.layout.tensordict(self.rows.gather(places, places))
         return batch.view(slots.shape) if slots.ndim != 1 else batch

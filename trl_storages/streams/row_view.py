@@ -49,7 +49,7 @@ class RowView:
         self._set: dict[NestedKey, torch.Tensor] = dict(entries or {})
         self._fetched: dict[NestedKey, torch.Tensor] = {}
         self._pasted: list[tuple[Any, ...]] = []
-        self._block: torch.Tensor | None = None
+        self._block: Any = None
         self._next_slots = slots
         self._batch: TensorDictBase | None = None
         self.window: RowView | None = None
