@@ -58,7 +58,7 @@ class Streams:
 
     def blocks(self, steps: int) -> Any:
         """Returns an endless iterator of blocks of some steps of each lane."""
-        lanes, size = self.index.num_envs, min(steps, self.index.most_steps)
+        lanes, size = self.index.num_envs, min(steps, self.index.most_steps, len(self.words))
         which, offsets = np.arange(lanes), np.arange(lanes + 1) * size
         rows = [np.tile(np.arange(at, at + size), lanes) for at in range(0, len(self.words), size)]
         rows = [it for it in rows if it[-1] < len(self.words)]

@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
         )
         E, T = int(rng.integers(1, 5)), int(rng.choice([2, 3, 5, 12, 40, 150]))
         self.small = rng.random() < 0.3
-        entries = E * int(rng.integers(3 * k + 2, 3 * k + 2 + (k + 1) * T)) if self.small else None
+        entries = E * int(rng.integers(5 * k + 2, 5 * k + 2 + (k + 1) * T)) if self.small else None
         plain = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
         size = (E * plain.entries_per_lane, layout.entry_words)
         shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
@@ -288,6 +288,7 @@ class Machine(RuleBasedStateMachine):
         tails = self.forms[0][0].tails.copy()
         for e, lane in enumerate(self.lanes):
             assert tails[e] >= max(len(lane.rows) - T, 0)
+            assert not lane.rows or tails[e] < len(lane.rows)
             if not self.small:
                 assert tails[e] == max(len(lane.rows) - T, int(self.room[e]), 0)
         steps = [(e, s) for e, _, s in self.live_steps()]

@@ -58,7 +58,7 @@ class EpisodeIndex:
         tables: the arrays of `table_shapes`; None makes them.
 
     Raises:
-        ValueError: a lane has fewer than two steps, or too few entries for two.
+        ValueError: a lane has fewer than two steps, or too few entries to write one.
 
     >>> index = EpisodeIndex(8)
     >>> len(index), index
@@ -84,13 +84,14 @@ class EpisodeIndex:
         enough = (stack + 1) * (self.steps_per_lane + slack)
         #: M.
         self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
-        fitting = (self.entries_per_lane - stack) // (stack + 1)
-        if fitting < 2:
+        # Half of the entries, as the other half holds the last published step.
+        fitting = ((self.entries_per_lane - stack) // 2 - stack) // (stack + 1)
+        if fitting < 1:
             raise ValueError(
-                f"max_entries must be at least {num_envs * (2 * (stack + 1) + stack)}, got {max_entries}."
+                f"max_entries must be at least {num_envs * (5 * stack + 2)}, got {max_entries}."
             )
-        #: How many steps of a lane may be written at once: the slot of the last published step stays, and
-        #: with enough entries no step gives way before its time.
+        #: How many steps of a lane may be written at once: its last published step stays, whatever
+        #: becomes of the write, and with enough entries no step gives way before its time.
         self.most_steps = min(self.steps_per_lane // 2, slack - 1, fitting)
         if tables is None:
             tables = {
@@ -187,7 +188,9 @@ class EpisodeIndex:
         ):
             return None, now
         if seen.epoch != now.epoch:
-            changes = Changes(self._slots(seen.tails, seen.cursors), self._slots(*now[:0:-1]))
+            changes = Changes(
+                self._slots(seen.tails, seen.cursors), self._slots(now.tails, now.cursors)
+            )
         else:
             kept = np.minimum(seen.cursors, now.tails)
             begin = np.maximum(seen.cursors, now.tails)
