@@ -215,7 +215,8 @@ def sequences(
         if boundary == _CROSS:
             low, high = oldest, found[i, 3]
         elif boundary == _FIT:
-            # Forward for the burn-in, then back for the rows from the anchor on, which matter more.
+            # Forward until the burn-in fits, but only while the last row does; back until the last row
+            # fits, but only while the rows from the anchor on do, which matter more than the burn-in.
             begin += max(min(max(burn_in + low, 0), high - (S - burn_in - 1)), low)
         for s in range(S):
             wanted = begin + s

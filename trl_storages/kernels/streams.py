@@ -219,7 +219,7 @@ def plan(
     at: Any,
     slots: Any,
 ) -> int:
-    """Does all of a write but the copy and its publication; returns how many gaps were cut."""
+    """Does all of a write but the copy and its publication; adds gaps to `cut`, and returns how many."""
     gaps = cut_gaps(index, which, offsets, how, done, cut) if cuts_gaps else 0
     make_room(index, which, offsets, how, at)
     enter(index, which, offsets, at, done, cut, slots)
@@ -337,7 +337,7 @@ def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, 
 
 @loop
 def rewrite(elements: Any, at: Any, start: int, values: Any) -> None:
-    """Overwrites elements of the steps of entries `at` by `values` `[B, n]`; ."""
+    """Overwrites elements of the steps of entries `at` by `values` `[B, n]`."""
     for i in range(len(at)):
         for j in range(values.shape[1]):
             elements[at[i], start + j] = values[i, j]

@@ -29,7 +29,7 @@ class Block(NamedTuple):
     cut: Any
 
     def part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
-        """Returns rows `firsts` to `ends` `[L]` of each lane as a block."""
+        """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
         counts = ends - firsts
         offsets = np.concatenate([[0], counts.cumsum()])
         if len(self.which) == 1:
