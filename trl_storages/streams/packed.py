@@ -13,6 +13,8 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
+from trl_storages import keys
+from trl_storages.callers import warn_caller
 from trl_storages.index import EpisodeIndex
 from trl_storages.streams.arena import GIVES_BACK, Arena
 from trl_storages.streams.device_rows import DeviceRows
@@ -20,7 +22,9 @@ from trl_storages.streams.host_rows import HostRows
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
 
-__all__ = ["PackedStorage"]
+__all__ = ["PackedStorage", "checked_fields"]
+
+_FLAGS = ("done", "terminated", "truncated")
 
 
 class PackedStorage(Storage):  # type: ignore[misc]
@@ -63,6 +67,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
         #: The rows; None until their layout is fixed.
         self.rows: Any = None
         self.layout: Any = None
+        # Whether there are entries enough for any rows, or it was said that there are not.
+        self._is_roomy = max_entries is None and self._gives_back
         if fields is not None:
             self.lay_out(Layout(fields))
 
@@ -70,7 +76,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self, frames: int, tables: Mapping[str, np.ndarray] | None = None
     ) -> EpisodeIndex:
         steps, max_entries = self.max_size // self._num_envs, self._max_entries
-        if max_entries is None and not (self.device.type == "cpu" and GIVES_BACK):
+        if max_entries is None and not self._gives_back:
             # Entries that no row needs are not given back here.
             most = max(steps // 8, 64)
             max_entries = self._num_envs * (steps + most + (frames + 1) * min(most, 64))
@@ -93,6 +99,11 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.layout = layout
 
     @property
+    def _gives_back(self) -> bool:
+        """Whether memory of entries that no row needs is given back."""
+        return self.device.type == "cpu" and GIVES_BACK
+
+    @property
     def initialized(self) -> bool:
         """Whether the layout is fixed; TorchRL's collectors ask."""
         return self.rows is not None
@@ -103,24 +114,85 @@ class PackedStorage(Storage):  # type: ignore[misc]
         Returns:
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
-        counts, most = np.diff(block.offsets), self.episodes.most_steps
+        self._check_stacks(block)
+        index, tails = self.episodes, self.episodes.tails.copy()
+        counts, most = np.diff(block.offsets), index.most_steps
         longest = int(counts.max(initial=0))
         if longest <= most:
-            return self.rows.append(block, cuts_gaps=cuts_gaps)
-        slots, gaps = torch.full((len(block.words),), -1), 0
-        first_steps = self.episodes.cursors[block.which].copy()
-        for done in range(0, longest, most):
-            firsts = block.offsets[:-1] + np.minimum(counts, done)
-            ends = block.offsets[:-1] + np.minimum(counts, done + most)
-            gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
-        T = self.episodes.steps_per_lane
-        for lane, begin, end, step in zip(
-            block.which, block.offsets[:-1], block.offsets[1:], first_steps, strict=True
+            slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
+        else:
+            steps, gaps = index.cursors[block.which].copy(), 0
+            for done in range(0, longest, most):
+                firsts = block.offsets[:-1] + np.minimum(counts, done)
+                ends = block.offsets[:-1] + np.minimum(counts, done + most)
+                gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
+            slots = self._slots_of(block, steps)
+        if (
+            not self._is_roomy
+            and (index.tails > np.maximum(tails, index.cursors - index.steps_per_lane)).any()
         ):
-            lost = max(int(self.episodes.tails[lane]) - int(step), 0)
-            steps = torch.arange(int(step) + lost, int(step) + end - begin)
-            slots[begin + lost : end] = lane * T + steps % T
+            self._warn_of_little_room()
         return slots, gaps
+
+    def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
+        """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
+        index, T = self.episodes, self.episodes.steps_per_lane
+        lane = block.which.repeat(np.diff(block.offsets))
+        first = (steps - block.offsets[:-1]).repeat(np.diff(block.offsets))
+        step = first + np.arange(len(lane))
+        return torch.from_numpy(np.where(step < index.tails[lane], -1, lane * T + step % T))
+
+    def rewrite(self, index: torch.Tensor, values: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Overwrites fields of the step of some rows, such as rewards of a learned model.
+
+        Args:
+            index: `[B]` slots of live rows; of equal ones the last counts.
+            values: key -> `[B, *shape]`; no observations and no flags.
+
+        Raises:
+            IndexError: a slot holds no live row.
+            KeyError, TypeError, ValueError: a key is no field of the step, or a value does not fit.
+                Nothing is written then.
+        """
+        slots = index.reshape(-1).cpu()
+        self.episodes.check_live(slots)
+        for key, value in values.items():
+            field = self.layout.field(key)
+            if not self.layout.is_step(field) or keys.key_path(key)[-1] in _FLAGS:
+                raise ValueError(
+                    f"{key!r} must be a value of the step, and no flag, to be rewritten."
+                )
+            if value.dtype is not field.dtype or value.shape != (len(slots), *field.shape):
+                got = f"{value.dtype} {list(value.shape)}"
+                raise ValueError(f"{key!r} must be {field} for {len(slots)} rows, got {got}.")
+        # The last of equal slots, in any order.
+        _, last = np.unique(slots.numpy()[::-1], return_index=True)
+        chosen = torch.from_numpy(len(slots) - 1 - last)
+        places = self.episodes.places(slots[chosen])
+        for key, value in values.items():
+            self.rows.rewrite(key, places, value[chosen.to(value.device)])
+
+    def _check_stacks(self, block: Block) -> None:
+        """Raises a ValueError unless each next stack is its stack moved by one frame."""
+        layout, words = self.layout, block.words
+        size = (layout.frames - 1) * layout.frame_words
+        if not size:
+            return
+        first, after = layout.frame_words, layout.next_word
+        if (words[:, first : first + size] != words[:, after : after + size]).any():
+            raise ValueError(
+                "the next stack of a row must be its stack moved by one frame; store other observations "
+                "without a FrameStack."
+            )
+
+    def _warn_of_little_room(self) -> None:
+        """Warns once that steps were evicted before their time."""
+        self._is_roomy = True
+        index = self.episodes
+        warn_caller(
+            f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: there "
+            f"is room for {index.entries_per_lane * index.num_envs:,}, and for more by max_entries=."
+        )
 
     # As TorchRL's buffers ask
 
