@@ -394,17 +394,21 @@ def lengths(storage):
     return found
 
 
-def test_entries_without_a_field_are_told_of_once():
-    """Such as recurrent states."""
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_entries_without_a_field_are_told_of_once(is_lazy):
+    """Such as recurrent states and costs; what the policy computed on its way is not missed."""
     storage, player = make(), Player()
     for number in range(3):
         data = rows(player.play([], 3))
         data["hidden"] = data["next", "hidden"] = torch.zeros(3, 8)
+        data["next", "cost"] = data["loc"] = torch.zeros(3, 1)
+        if is_lazy:
+            data = LazyStackedTensorDict(*data.unbind(0))
         if number:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 storage.extend(data)
         else:
-            with pytest.warns(UserWarning, match=r"hidden[\s\S]*extra_fields"):
+            with pytest.warns(UserWarning, match=r"\['cost', 'hidden'\][\s\S]*extra_fields"):
                 storage.extend(data)
     assert "hidden" not in [*storage[:].keys()]

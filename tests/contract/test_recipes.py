@@ -47,9 +47,10 @@ def test_what_batches_hold(place, kind, entries):
 def test_further_entries_of_a_collector_are_dropped(kind):
     storage, data = make(kind), rows(Player().play([4]))
     data["step_count"] = data["next", "step_count"] = torch.ones(4, 1, dtype=torch.int64)
+    data["is_init"] = data["next", "is_init"] = torch.zeros(4, 1, dtype=torch.bool)
     data["collector", "traj_ids"] = torch.zeros(4, dtype=torch.int64)
     storage.extend(data)
-    assert not {"step_count", "collector"} & {*storage[:].keys()}
+    assert not {"step_count", "is_init", "collector"} & {*storage[:].keys()}
 
 
 # What each option does: (a value, whether a storage with it shows it)

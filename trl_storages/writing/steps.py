@@ -9,17 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from torchrl.data import Storage
 
 from trl_storages.callers import warn_caller
 from trl_storages.kernels.memory import on_device
 from trl_storages.keys import (
-    DONE,
     INDEX,
     MASK,
-    TERMINATED,
-    TRUNCATED,
     key_path,
     next_key,
     shared_keys,
@@ -41,6 +38,12 @@ if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
 __all__ = ["Fields", "Steps"]
+
+
+#: Names of what collectors and transforms of TorchRL add under `next`.
+_BY_PRODUCTS = frozenset(
+    {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
+)
 
 
 class Steps(NamedTuple):
@@ -71,8 +74,7 @@ class Fields:
         keys: entries to store; None stores all.
         done_key: of the flag that ends an episode.
         traj_key: of the numbers of trajectories.
-        knows_observations: whether the observations among `keys` are known, so that what else goes on
-            under `next` is a state of the policy.
+        warns: whether to warn of entries that are left out.
     """
 
     def __init__(
@@ -80,15 +82,13 @@ class Fields:
         keys: list[NestedKey] | None,
         done_key: NestedKey,
         traj_key: NestedKey,
-        knows_observations: bool,
+        warns: bool,
     ) -> None:
         #: The arguments.
-        self.wanted = keys, done_key, traj_key, knows_observations
-        self.keys, self.done_key, self.traj_key, self._knows_observations = self.wanted
+        self.wanted = keys, done_key, traj_key, warns
+        self.keys, self.done_key, self.traj_key, self._warns = self.wanted
         # From the last steps, as the next ones usually have the same structure.
         self._known: _Known | None = None
-        # Entries that it was warned of.
-        self._dropped: set[NestedKey] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # A cache, rebuilt in the copy.
@@ -138,34 +138,32 @@ class Fields:
         tensors = [*fields, done]
         if (trajectory := entries.get(self.traj_key)) is not None:
             tensors.append(trajectory)
-        if self._knows_observations and self.keys is not None:
-            self._warn_of_dropped(entries, data.ndim)
+        if self._warns:
+            self._warn_of_dropped(data)
         # The structure does not tell whether a mask marks padding.
         structure = None if MASK in entries else Structure.of(data, tensors)
         self._known = _Known(layout, structure)
         return self._known, tensors
 
-    def _warn_of_dropped(self, entries: Mapping[NestedKey, torch.Tensor], batch_dims: int) -> None:
-        """Warns once of entries that a loss may need, such as recurrent states, and that are not stored.
+    def _warn_of_dropped(self, data: TensorDictBase) -> None:
+        """Warns once of entries of the environment, and recurrent states, that are left out.
 
-        They have several values, which go on under `next`; counters of steps and rewards have one.
+        They go on under `next`; what a policy computes on its way to an action does not.
         """
-        stored, flags = {*self.keys, *self._dropped}, {DONE[-1], TERMINATED[-1], TRUNCATED[-1]}  # type: ignore[misc]
+        known = {*self.keys, *map(next_key, self.keys)}  # type: ignore[misc, arg-type]
+        paths = [key_path(key) for key in data.keys(True, True) if key not in known]
         lost = [
-            key
-            for key, value in entries.items()
-            if key not in stored
-            and next_key(key) in entries
-            and key_path(key)[-1] not in flags
-            and value.shape[batch_dims:].numel() > 1
+            unravel_key(path[1:])
+            for path in paths
+            if path[0] == "next" and not _BY_PRODUCTS.intersection(path)
         ]
         if lost:
-            self._dropped.update(lost)
+            self._warns = False
+            lost.sort(key=str)
             warn_caller(
-                f"the steps hold {lost}, which go on under 'next', and the storage has no fields for "
-                "them, so that they are dropped. Of a recurrent policy, append its primer "
-                "(make_tensordict_primer()) to the environment before the storage is made of it, or name "
-                "the state in extra_fields; if they are not needed, ignore this."
+                f"the storage has no fields for {lost}, which are left out: name those that are needed "
+                "in extra_fields=. States of a recurrent policy have fields if its primer "
+                "(make_tensordict_primer()) is part of the environment that the storage is made of."
             )
 
     def _steps_of_stock(

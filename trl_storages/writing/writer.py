@@ -285,8 +285,9 @@ class EpisodeWriter(SavedPart, Sealed, CountingWriter):
 
     @property
     def _fields(self) -> Fields:
-        knows_observations = self.gaps.observation_keys is not None
-        wanted = self.keys, self.done_key, self.traj_key, knows_observations
+        # Of ready-made storages, whose keys are those of the spaces.
+        warns = self.keys is not None and self.gaps.observation_keys is not None
+        wanted = self.keys, self.done_key, self.traj_key, warns
         if self._asked is None or wanted != self._asked.wanted:
             self._asked = Fields(*wanted)
         return self._asked
