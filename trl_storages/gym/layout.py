@@ -110,8 +110,6 @@ class StepLayout(NamedTuple):
     columns: Mapping[NestedKey, Column]
     observations: Tree
     actions: Tree
-    pairs: Sequence[tuple[NestedKey, NestedKey]]
-    """The keys of each observation, now and one step later."""
     places: Sequence[tuple[NestedKey, Column, str, str]]
     """Key, column, argument and label of each value of a step, in the order of reading."""
 
@@ -165,12 +163,11 @@ def _layout_of(
 ) -> StepLayout:
     # Keys that also exist under `next` are observations; the rest, infos aside, are actions.
     at_root = [key for key in fields if key_path(key)[0] != "next" and key not in info_keys]
-    pairs = [(key, next_key(key)) for key in at_root if next_key(key) in fields]
+    seen = tree_of(key for key in at_root if next_key(key) in fields)
     actions = [key for key in at_root if next_key(key) not in fields]
     # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
     is_plain = all(key_path(key)[0] == "action" for key in actions)
     columns = {key: Column(*field, num_envs, lossy=key == REWARD) for key, field in fields.items()}
-    seen = tree_of(key for key, _ in pairs)
     acted = tree_of(actions, skip=1)["action"] if is_plain else tree_of(actions)
     places = [
         (TERMINATED, columns[TERMINATED], "terminateds", ""),
@@ -183,7 +180,7 @@ def _layout_of(
             for leaf in leaves_of(seen)
         ),
     ]
-    return StepLayout(fields, columns, seen, acted, pairs, places)
+    return StepLayout(fields, columns, seen, acted, places)
 
 
 def _learn_fields(observations: Any, actions: Any, is_vector: bool) -> dict[NestedKey, Field]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey
 from torch import Tensor
 
 from trl_storages import arguments
@@ -65,10 +65,9 @@ class GymRecorder(SavedPart):
         ValueError: `num_envs` is not positive or the mode unknown.
         TypeError: `info_keys` are not keys.
 
-    >>> recorder = GymRecorder(1)
-    >>> rows, lanes = recorder.rows([0.0], 1, 0.5, False, True, {}, [1.0])
-    >>> rows["next", "reward"], rows["next", "done"], lanes
-    (tensor([[0.5000]]), tensor([[True]]), None)
+    >>> rows, memory = GymRecorder(1).read([[0.0], 1, 0.5, False, True, {}, [1.0]])
+    >>> rows.tensordict()["next", "reward"], rows.tensordict()["next", "done"]
+    (tensor([[0.5000]]), tensor([[True]]))
     """
 
     def __init__(
@@ -93,62 +92,28 @@ class GymRecorder(SavedPart):
         # Gathers the next step.
         self._desk: Desk | None = None
 
-    def rows(
-        self,
-        observations: Any,
-        actions: Any,
-        rewards: Any,
-        terminateds: Any,
-        truncateds: Any,
-        infos: Any,
-        next_observations: Any,
-    ) -> tuple[TensorDict, Tensor | None] | None:
-        """Returns the transitions of one step.
-
-        The arguments are arrays, tensors, numbers or lists, all `[E, ...]` or, for a single
-        environment, all without the leading dimension; observations and actions may be nested
-        dictionaries. They are copied, and never modified.
-
-        Args:
-            observations: from before the step.
-            actions: that were taken.
-            rewards: of any real dtype.
-            terminateds: bool, whether the step led to a terminal state.
-            truncateds: bool, whether the episode was truncated.
-            infos: a dictionary (of arrays), a list of dictionaries, or None.
-            next_observations: what `step` returned.
-
-        Returns:
-            TensorDict `[L]` of the transitions, and the `[L]` int64 numbers of their environments,
-            None for all. None instead of the pair if no environment made a transition.
-
-        Raises:
-            KeyError: an observation or an info lacks an entry.
-            TypeError: a dtype is wrong, or not numeric.
-            ValueError: a shape is wrong, a last observation is missing from the infos, or several
-                environments have no mode. The state is unchanged then.
-        """
-        step, memory = self.read(
-            (observations, actions, rewards, terminateds, truncateds, infos, next_observations)
-        )
-        self.remember(memory)
-        if step is None:
-            return None
-        lanes = None if step.lanes is None else torch.tensor(step.lanes)
-        return step.tensordict(), lanes
-
     def read(
         self, step: Sequence[Any], row_layout: Layout | None = None
     ) -> tuple[StepBlock | None, Memory | None]:
-        """Reads a step as `rows` does.
+        """Reads the transitions of one step.
 
         Args:
-            step: the arguments of `rows`, in their order.
+            step: observations from before the step, actions, rewards of any real dtype, the flags of
+                terminal states and of truncated episodes, infos (a dictionary, of arrays; a list of
+                dictionaries; or None) and next observations, as `step` returned them. They are arrays,
+                tensors, numbers or lists, all `[E, ...]` or, for a single environment, all without the
+                leading dimension; observations and actions may be nested dictionaries. They are copied.
             row_layout: that of transitions, used if they have exactly these fields; None for any.
 
         Returns:
             the transitions, valid until the next step is read, None if there are none; and what to
             `remember` once they are written, None if that has not changed.
+
+        Raises:
+            KeyError: an observation or an info lacks an entry.
+            TypeError: a dtype is wrong, or not numeric.
+            ValueError: a shape is wrong, a last observation is missing from the infos, or several
+                environments have no mode.
         """
         observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         if self.num_envs > 1 and self.autoreset_mode is None:

@@ -207,24 +207,6 @@ class Fields:
             return data.select(*self.keys)
         return data.exclude(INDEX) if INDEX in data.keys() else data  # noqa: SIM118
 
-    def rows(
-        self,
-        data: TensorDictBase,
-        entries: Mapping[NestedKey, torch.Tensor],
-        storage: PackedStorage,
-    ) -> tuple[Layout, NewRows]:
-        """Returns the stored entries of `data` as rows for a write in place, and their layout.
-
-        Args:
-            data: of any batch size.
-            entries: of it, as `entries` finds them.
-            storage: that they are written to.
-        """
-        layout, fields = self._fit(data, entries, storage)
-        rows = storage.new_rows(layout, fields, data.batch_size)
-        check_flags(layout, rows.seen or rows)
-        return layout, rows
-
     def _fit(
         self,
         data: TensorDictBase,
