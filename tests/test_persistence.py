@@ -16,7 +16,6 @@ from torchrl.data import (
     LazyTensorStorage,
     RoundRobinWriter,
     TensorDictReplayBuffer,
-    TensorStorageCheckpointer,
 )
 from torchrl.envs.transforms import Compose
 
@@ -456,11 +455,6 @@ def test_episodes_go_on_after_loading():
     fresh.extend(rows[5:].clone())
     assert fresh.episodes.ahead(torch.tensor([0, 3, 9])).tolist() == [2, 6, 0]
     assert fresh.episodes.is_whole(torch.tensor([3])).item()
-
-
-def test_dumps_have_one_form():
-    with pytest.raises(ValueError, match=r"checkpointer must be None.*state_dict\(\) returns"):
-        ReplayStorage(storage=PackedStorage(4), checkpointer=TensorStorageCheckpointer())
 
 
 def test_what_another_thread_writes_during_a_load_comes_after_it(monkeypatch):

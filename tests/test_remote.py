@@ -148,8 +148,6 @@ class TestInTheActor:
         assert not len(storage)
 
     def test_storages_are_made_at_once(self):
-        with pytest.raises(ValueError, match=r"delayed_init must be False.*functools.partial"):
-            ReplayStorage(storage=PackedStorage(10), delayed_init=True)
         made = ReplayStorage(
             storage=PackedStorage(10), transform_factory=partial(GoalRelabel, reward)
         )
@@ -273,11 +271,11 @@ class TestActors:
             assert changed is replay
         assert replay.can_sample()
         assert {"late", "early"} <= {*replay.sample().keys()}
-        with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):
+        with pytest.raises(AttributeError, match="no part with n_step"):
             replay.n_step  # noqa: B018
-        with pytest.raises(AttributeError, match=r"no part with n_step, .*: make it with n_step=3"):
+        with pytest.raises(AttributeError, match="no part with n_step"):
             replay.n_step = 3
-        with pytest.raises(AttributeError, match=r"handle .* 'nstep' to set; it is called n_step"):
+        with pytest.raises(AttributeError, match="no attribute 'nstep' to set"):
             replay.nstep = 3
         for name in ("episodes", "clear"):
             with pytest.raises(AttributeError, match=f"no method or parameter '{name}'"):
@@ -305,10 +303,7 @@ class TestActors:
         beta, is_there, told = ray.get(workers[0].call.remote(use, replay))
         assert (beta, is_there, replay.beta) == (0.8, False, 0.8)
         assert "no part with n_step" in told[0]
-        assert "make it with n_step=3" in told[0]
-        assert told[1] == (
-            "the client of a storage has no attribute 'nstep' to set; it is called n_step here."
-        )
+        assert "the client of a storage has no attribute 'nstep' to set" in told[1]
 
     def test_a_client_answers_what_the_storage_lacks(self, by_transport):
         replay, transport = by_transport

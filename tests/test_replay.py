@@ -338,8 +338,6 @@ class TestCopies:
 class TestRefusals:
     def test_consuming_rows(self):
         with pytest.raises(ValueError, match="consume"):
-            make_uniform(8, consume_after_n_samples=2)
-        with pytest.raises(ValueError, match="consume"):
             make_uniform(8, sampler=ConsumingSampler(2))
 
     @pytest.mark.parametrize("lanes", [[2], [-1], [0, 0], torch.tensor([True])])

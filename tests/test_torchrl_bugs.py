@@ -120,10 +120,6 @@ class TestDimensions:
         with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*num_envs"):
             make_buffer(10, lambda size: storage_type(size, ndim=2))
 
-    def test_extending_along_another_dimension(self):
-        with pytest.raises(ValueError, match=r"dim_extend.*num_envs"):
-            ReplayStorage(storage=PackedStorage(10), writer=EpisodeWriter(2), dim_extend=1)
-
     def test_hindsight_without_an_episode_writer(self):
         storage = LazyTensorStorage(10, ndim=2)
         buffer = TensorDictReplayBuffer(storage=storage, sampler=HERSampler(), batch_size=4)

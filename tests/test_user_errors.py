@@ -206,26 +206,12 @@ class TestServices:
     @pytest.mark.parametrize("kind", [UniformReplayStorage, ReplayStorage])
     def test_that_storages_do_not_support(self, kind):
         with pytest.raises(ValueError, match=r"service_backend must be one of \('direct', 'ray'\)"):
-            kind(service_backend="rai")
-        with pytest.raises(ValueError, match=r"got 'thread'"):
             kind(service_backend="thread")
-
-    def test_options_by_another_name(self):
-        spaces = ENV.observation_space, ENV.action_space
-        where = {"remote_config": {"num_cpus": 0}}
-        with pytest.raises(TypeError, match="do you mean service_backend_options"):
-            UniformReplayStorage(*spaces, service_backend_option=where)
-        with pytest.raises(
-            TypeError, match=r"there are .*service_backend, service_backend_options"
-        ):
-            UniformReplayStorage.from_env(ENV, xyz=where)
-        with pytest.raises(TypeError, match="do you mean service_backend_options"):
-            storage_for(service_backend_option=where)
 
     @pytest.mark.parametrize(
         ("options", "error", "told"),
         [
-            ({"nstep": 3}, TypeError, "no option 'nstep': it is called n_step"),
+            ({"nstep": 3}, TypeError, "no keyword 'nstep': use n_step="),
             ({"eta": 2}, ValueError, "eta must be in"),
             ({"on_gap": "x"}, ValueError, "on_gap must be one of"),
             ({"autoreset_mode": "x"}, ValueError, "autoreset_mode must be"),
@@ -239,14 +225,6 @@ class TestServices:
     def test_options_that_do_not_fit(self, options, error, told):
         with pytest.raises(error, match=told):
             storage_for(**options)
-
-
-def test_a_size_that_the_environments_do_not_share_equally_is_told():
-    spaces = Box(-9, 9, (1,)), Discrete(2)
-    with pytest.warns(UserWarning, match="storage_size=11 is not .* num_envs=3: 9 transitions are"):
-        storage = UniformReplayStorage(*spaces, storage_size=11, num_envs=3)
-    assert storage.episodes.capacity == 9
-    UniformReplayStorage(*spaces, num_envs=3)
 
 
 def test_a_directory_of_stacks_is_reopened_with_frame_stack(tmp_path):

@@ -6,36 +6,29 @@ each supports every option, in any combination. The one that draws whole episode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from inspect import Signature
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
 
 import gymnasium
 import torch
 from gymnasium import Space
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorSpec
+from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.callers import warn_caller
 from trl_storages.gym import GymRecorder, choices_of, transition_fields
-from trl_storages.recipe_options import (
-    OPTIONS,
-    EnvOptions,
-    Options,
-    RowOptions,
-    chosen,
-    with_options,
-)
+from trl_storages.gym.fields import Field, InfoKeys
 from trl_storages.replay import ReplayStorage
 from trl_storages.ring import Lanes
-from trl_storages.rows import PackedStorage, stacked_observations
+from trl_storages.rows import FrameStack, PackedStorage, stacked_observations
 from trl_storages.samplers import (
     ERESampler,
     GoalMixture,
@@ -43,14 +36,13 @@ from trl_storages.samplers import (
     HERSampler,
     PERSampler,
     UniformSampler,
-    check_strategy,
 )
 from trl_storages.transforms import GoalRelabel, NStep
 from trl_storages.transforms.relabel import GoalFunction
-from trl_storages.writing import EpisodeWriter
+from trl_storages.writing import EpisodeWriter, OnGap
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 __all__ = [
     "EREReplayStorage",
@@ -60,6 +52,45 @@ __all__ = [
     "PrioritizedReplayStorage",
     "UniformReplayStorage",
 ]
+
+Options = ParamSpec("Options")
+
+#: Key -> dtype and shape. Keys are `Any`, as type checkers do not accept a `dict[str, ...]` as
+#: `Mapping[NestedKey, ...]`.
+Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
+
+#: Keyword -> what other libraries call it.
+_SYNONYMS = {
+    "alpha": "prioritized_replay_alpha priority_exponent",
+    "batch_size": "sample_batch_size",
+    "beta": "importance_sampling_exponent prioritized_replay_beta",
+    "discount": "gamma",
+    "frame_stack": "stack_compress stack_num stack_size",
+    "info_keys": "copy_info_dict",
+    "n_step": "Nstep estimation_step n_steps nstep num_steps update_horizon",
+    "num_envs": "add_batch_size buffer_num n_env n_envs",
+    "num_goals": "additional_goals future_k her_ratio n_goals n_sampled_goal num_sampled_goals replay_k",
+    "path": "replay_dir scratch_dir storage_dir",
+    "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
+    "sample_unit": "batch_length sample_sequence_length seq_len sequence_length slice_len",
+    "seed": "random_seed",
+    "share_next": "ignore_obs_next next_of optimize_memory_usage",
+    "storage_size": "buffer_size capacity max_capacity max_length max_size replay_capacity size",
+    "strategy": "goal_selection_strategy",
+}
+
+
+def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
+    """Wraps a constructor, so that other libraries' names raise with the name to use."""
+    ours = {theirs: name for name, said in _SYNONYMS.items() for theirs in said.split()}
+
+    @wraps(make)
+    def made(*args: Options.args, **options: Options.kwargs) -> None:
+        if known := [name for name in options if name in ours]:
+            raise TypeError(f"there is no keyword {known[0]!r}: use {ours[known[0]]}=.")
+        make(*args, **options)
+
+    return made
 
 
 class UniformReplayStorage(ReplayStorage):
@@ -73,7 +104,7 @@ class UniformReplayStorage(ReplayStorage):
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments: a multiple of `num_envs`.
+        storage_size: total number of transitions, over all environments, equally many of each.
         num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
             a collector's workers write by themselves (`replay_buffer=`) and play several each.
         batch_size: B, transitions per batch.
@@ -85,14 +116,11 @@ class UniformReplayStorage(ReplayStorage):
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
         alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
-        beta: exponent of the importance weights. It requires `alpha` above 0, as do the next two; if
-            `alpha=0` is passed as well, as in a sweep, they have no effect.
-        normalize: whose largest importance weight is 1: "batch", "storage" or "none"; see `PERSampler`.
-        eps: added to priorities, so that rows with priority 0 stay drawable.
+        beta: exponent of the importance weights.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
-        c_min: the smallest window of recent rows. It requires `eta` below 1.
-        prefetch: number of batches to draw ahead in a background thread.
-        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
+        c_min: the smallest window of recent rows.
+        sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
+        transform: applied to each batch, after hindsight and n-step returns.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
@@ -105,11 +133,12 @@ class UniformReplayStorage(ReplayStorage):
             repeated).
         share_next: whether to store next observations only as the observations of the following rows:
             little more than half the memory, for identical batches.
-        sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
             loops that reset themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
             its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
+        prefetch: number of batches to draw ahead in a background thread.
+        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
@@ -118,10 +147,9 @@ class UniformReplayStorage(ReplayStorage):
     already prefetched keep the old values.
 
     Raises:
-        ValueError: `storage_size` is smaller than `num_envs`; an option is out of range, or has no
-            effect without another one; or a field has a name that sampling sets in batches, such as
-            `index`.
-        TypeError: a space is not supported, or an option is unknown or has the wrong type.
+        ValueError: `storage_size` is smaller than `num_envs`; an option is out of range; or a field has
+            a name that sampling sets in batches, such as `index`.
+        TypeError: a space is not supported, or an option has the wrong type.
 
     >>> import gymnasium, trl_storages
     >>> env = gymnasium.make("CartPole-v1")
@@ -134,136 +162,111 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
-    _options: ClassVar[type[RowOptions]] = Options
-    _defaults: ClassVar[Options] = {}
-
-    @classmethod
-    def _signature(cls) -> Signature:
-        return with_options(super()._signature(), cls._options, cls._defaults)
-
+    @_without_synonyms
     def __init__(
         self,
         observation_space: Space[Any] | TensorSpec,
         action_space: Space[Any] | TensorSpec,
-        **options: Unpack[Options],
+        *,
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: SampleUnit | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(observation_space, action_space, chosen(type(self), options, self._defaults))
+        self._build(locals())
 
     def _build(
-        self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
-        given: dict[str, Any],
-        goals: tuple[HERSampler, GoalRelabel] | None = None,
+        self, given: dict[str, Any], goals: tuple[HERSampler, GoalRelabel] | None = None
     ) -> None:
         """Puts the parts together.
 
         Args:
-            observation_space: as in the constructor.
-            action_space: as in the constructor.
-            given: all options, checked.
+            given: the arguments of the constructor.
             goals: the sampler that draws goals and the transform that writes them; None keeps stored
                 goals.
         """
-        num_envs, info_keys = given["num_envs"], given["info_keys"]
-        if (storage_size := given["storage_size"]) < num_envs:
+        num_envs = arguments.integer("num_envs", given["num_envs"], at_least=1)
+        capacity = arguments.integer("storage_size", given["storage_size"])
+        if capacity < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "
-                f"num_envs={num_envs}; got {storage_size}."
+                f"num_envs={num_envs}; got {capacity}."
             )
-        if (rest := storage_size % num_envs) and storage_size != OPTIONS["storage_size"].default:
-            warn_caller(
-                f"storage_size={storage_size} is not a multiple of num_envs={num_envs}: "
-                f"{storage_size - rest} transitions are kept, equally many of each environment."
-            )
-        fields = transition_fields(observation_space, action_space, info_keys)
-        # The layout of infos without a space is fixed by the first write.
+        capacity -= capacity % num_envs
+        spaces, info_keys = (given["observation_space"], given["action_space"]), given["info_keys"]
+        fields: dict[NestedKey, Any] = {**transition_fields(*spaces, info_keys)}
         infos = arguments.keys("info_keys", info_keys)
-        stored = {**dict.fromkeys(infos), **fields}
-        further = given["extra_fields"]
-        if taken := {*further} & {*stored} - {keys.REWARD}:
-            raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
-        stored |= further
-        for key, stack in stacked_observations(given["frame_stack"], fields, infos).items():
-            stored[key] = (*fields[key], stack)
         # Infos are no observations: stored at the root and under `next`, they have the same value.
         observations = keys.continued_keys([key for key in fields if key not in infos])
-        infos += [key for key in further if key != keys.REWARD]
+        stacks = stacked_observations(given["frame_stack"], fields, infos)
+        further = _extra_fields(given["extra_fields"])
+        if taken := {*further} & ({*fields, *infos} - {keys.REWARD}):
+            raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
         fields |= further
-        self._make_rows(
-            given,
-            stored,
-            goals,
-            writer=EpisodeWriter(
-                num_envs,
-                keys=list(stored),
-                on_gap=given["on_gap"],
-                observation_keys=observations,
-            ),
-            recorder=GymRecorder(
-                num_envs,
-                fields=fields,
-                choices=choices_of(action_space),
-                autoreset_mode=given["autoreset_mode"],
-                info_keys=infos,
-            ),
+        # The layout of infos without a space is fixed by the first write.
+        stored = {**dict.fromkeys(infos), **fields}
+        stored |= {key: (*fields[key], stack) for key, stack in stacks.items()}
+        writer = EpisodeWriter(
+            num_envs, keys=list(stored), on_gap=given["on_gap"], observation_keys=observations
         )
-
-    def _make_rows(
-        self,
-        given: dict[str, Any],
-        stored: dict[NestedKey, Any],
-        goals: tuple[HERSampler, GoalRelabel] | None,
-        **parts: Any,
-    ) -> None:
-        """Makes the rows, and what draws them, of options that have been checked.
-
-        Args:
-            given: as in `_build`.
-            stored: the fields of a row; see `PackedStorage`.
-            goals: as in `_build`.
-            **parts: writer and recorder.
-        """
-        path = given["path"]
-        capacity = given["storage_size"] // given["num_envs"] * given["num_envs"]
-        exponents = {name: given[name] for name in ("alpha", "beta", "eps", "normalize")}
-        sampler: Sampler = PERSampler(capacity, **exponents) if given["alpha"] else UniformSampler()
-        if given["eta"] != 1:
-            sampler = ERESampler(given["eta"], given["c_min"], base=sampler)
-        n_step, discount = given["n_step"], given["discount"]
-        transforms: list[Transform] = [NStep(n_step, discount)] if n_step != 1 else []
-        if goals is not None:
-            goals[0].base = sampler
-            sampler, transforms = goals[0], [goals[1], *transforms]
+        recorder = GymRecorder(
+            num_envs,
+            fields=fields,
+            choices=choices_of(given["action_space"]),
+            autoreset_mode=given["autoreset_mode"],
+            info_keys=[*infos, *(key for key in further if key != keys.REWARD)],
+        )
+        sampler, transforms = _drawing(capacity, goals, **given)
+        path, device, seed = given["path"], given["device"], given["seed"]
+        seed = arguments.optional(arguments.integer, "seed", seed)
         storage = PackedStorage(
             capacity,
             fields=stored,
-            device=given["device"] if path is None else "cpu",
+            device=device if path is None else "cpu",
             scratch_dir=path,
-            out_device=given["device"],
+            out_device=device,
             share_next=given["share_next"],
             mode=given["mode"],
         )
         generator = None
-        if (seed := given["seed"]) is not None:
+        if seed is not None:
             generator = torch.Generator(device=storage.device).manual_seed(seed)
         with storage.released_on_error():
             ReplayStorage.__init__(
                 self,
                 storage=storage,
                 sampler=sampler,
+                writer=writer,
+                recorder=recorder,
                 transform=Compose(*transforms) if transforms else None,
                 batch_size=given["batch_size"],
-                sample_unit=given["sample_unit"],
-                prefetch=given["prefetch"] or None,
+                sample_unit=given.get("sample_unit"),
+                prefetch=given["prefetch"],
                 generator=generator,
-                **parts,
             )
 
     @classmethod
-    def from_env(
-        cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Unpack[EnvOptions]
-    ) -> Self:
+    def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
         """Makes a storage for an environment, from its spaces and number of environments.
 
         Args:
@@ -321,7 +324,38 @@ class NStepReplayStorage(UniformReplayStorage):
     (5, 0.9)
     """
 
-    _defaults: ClassVar[Options] = {"n_step": 3}
+    @_without_synonyms
+    def __init__(
+        self,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
+        *,
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        n_step: int = 3,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: SampleUnit | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._build(locals())
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
@@ -344,7 +378,38 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     >>> storage.update_tensordict_priority(batch)
     """
 
-    _defaults: ClassVar[Options] = {"alpha": 0.6}
+    @_without_synonyms
+    def __init__(
+        self,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
+        *,
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: SampleUnit | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._build(locals())
 
 
 class EREReplayStorage(UniformReplayStorage):
@@ -364,14 +429,45 @@ class EREReplayStorage(UniformReplayStorage):
     (0.99, 100)
     """
 
-    _defaults: ClassVar[Options] = {"eta": 0.996}
+    @_without_synonyms
+    def __init__(
+        self,
+        observation_space: Space[Any] | TensorSpec,
+        action_space: Space[Any] | TensorSpec,
+        *,
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 0.996,
+        c_min: int = 5000,
+        sample_unit: SampleUnit | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._build(locals())
 
 
 class EpisodeReplayStorage(UniformReplayStorage):
     """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
 
     Episodes are drawn uniformly and returned as stored, so the options for single rows do not apply:
-    `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min` and `sample_unit`.
+    `n_step`, `discount`, `alpha`, `beta`, `eta`, `c_min` and `sample_unit`.
 
     Args:
         observation_space: as in `UniformReplayStorage`.
@@ -387,16 +483,31 @@ class EpisodeReplayStorage(UniformReplayStorage):
     torch.Size([2, 3])
     """
 
-    _options = RowOptions
-    _defaults: ClassVar[Options] = {"batch_size": 16}
-
+    @_without_synonyms
     def __init__(
         self,
         observation_space: Space[Any] | TensorSpec,
         action_space: Space[Any] | TensorSpec,
-        **options: Unpack[RowOptions],
+        *,
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 16,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(observation_space, action_space, chosen(type(self), options, self._defaults))
+        self._build(locals())
 
     def extend(
         self,
@@ -474,6 +585,7 @@ class HERReplayStorage(UniformReplayStorage):
     tensor(8)
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: Space[Any] | TensorSpec,
@@ -483,10 +595,31 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: GoalFunction | None = None,
         strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
-        **options: Unpack[Options],
+        storage_size: int = 1_000_000,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: Literal["r+", "r"] = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: SampleUnit | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        share_next: bool = False,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: OnGap = "cut",
+        prefetch: int = 0,
+        seed: int | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        _, shares = check_strategy("strategy", strategy)
-        given = chosen(type(self), options, self._defaults, discounts_goals="geometric" in shares)
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
@@ -494,9 +627,49 @@ class HERReplayStorage(UniformReplayStorage):
                 f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
                 "dataset, from_arrays(..., goal_fn=...) works goals out."
             )
-        what = "(achieved_goal, desired_goal, transition)"
-        arguments.function("reward_fn", reward_fn, what, takes=3)
         sampler = HERSampler(strategy, num_goals)
-        sampler.discount = given["discount"]
-        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=given["info_keys"])
-        self._build(observation_space, action_space, given, (sampler, relabel))
+        sampler.discount = discount
+        infos = arguments.keys("info_keys", info_keys)
+        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
+        self._build(locals(), (sampler, relabel))
+
+
+def _drawing(
+    capacity: int,
+    goals: tuple[HERSampler, GoalRelabel] | None,
+    *,
+    n_step: int = 1,
+    discount: float = 0.99,
+    alpha: float = 0.0,
+    beta: float = 0.4,
+    eta: float = 1.0,
+    c_min: int = 5000,
+    transform: Transform | Callable[..., Any] | None = None,
+    **_: Any,
+) -> tuple[Sampler, list[Any]]:
+    """Returns the sampler and the transforms."""
+    # Made in any case, so that values that have no effect are checked as well.
+    fold = NStep(n_step, discount)
+    weigh = PERSampler(capacity if alpha else 1, alpha, beta)
+    narrow = ERESampler(eta, c_min)
+    sampler: Sampler = weigh if weigh.alpha else UniformSampler()
+    if narrow.eta != 1:
+        narrow.base, sampler = sampler, narrow
+    transforms: list[Any] = [fold] if fold.n_step != 1 else []
+    if goals is not None:
+        goals[0].base = sampler
+        sampler, transforms = goals[0], [goals[1], *transforms]
+    return sampler, transforms if transform is None else [*transforms, transform]
+
+
+def _extra_fields(given: Fields | None) -> dict[NestedKey, Field]:
+    what = "a mapping from key to (dtype, shape), such as {'state': (torch.float32, [8])}"
+    fields: dict[NestedKey, Field] = {}
+    for name, field in arguments.mapping("extra_fields", given or {}, what).items():
+        match field:
+            case (torch.dtype() as dtype, tuple() | list() as shape) if isinstance(field, tuple):
+                sizes = [arguments.integer(f"extra_fields[{name!r}]", size) for size in shape]
+                fields[arguments.key("extra_fields", name)] = (dtype, torch.Size(sizes))
+            case _:
+                raise TypeError(f"extra_fields must be {what}; got {field!r} for {name!r}.")
+    return fields

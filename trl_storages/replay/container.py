@@ -31,6 +31,7 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
 from trl_storages.arrays import steps_of
+from trl_storages.attributes import Strict
 from trl_storages.gym import GymRecorder
 from trl_storages.priorities import Normalization
 from trl_storages.replay import history, incoming, on_disk, registry
@@ -40,8 +41,8 @@ from trl_storages.replay.drawing import draw_rows
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.incoming import KnownRows
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.options import OPTIONS, Parameter, checked
-from trl_storages.replay.remote import RayHandle, StorageType, in_actor
+from trl_storages.replay.parameters import Parameter
+from trl_storages.replay.remote import RayHandle, in_actor
 from trl_storages.replay.saving import (
     load_state,
     read_generator,
@@ -52,7 +53,6 @@ from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
 from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
 from trl_storages.saved.files import NewState, read_state
-from trl_storages.signatures import Sealed
 from trl_storages.stock_parts import check_part, mark_stored_rows
 from trl_storages.transforms import parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
@@ -65,9 +65,8 @@ __all__ = ["ReplayStorage"]
 
 class ReplayStorage(
     BatchSource,
-    Sealed,
+    Strict,
     TensorDictReplayBuffer,  # type: ignore[misc]
-    metaclass=StorageType,
 ):
     """A `TensorDictReplayBuffer` whose transforms see the sampler's entries and the storage.
 
@@ -84,12 +83,22 @@ class ReplayStorage(
         transform: applied to each batch.
         recorder: turns the steps of a gymnasium loop into transitions, for `record`; None expects no
             autoreset.
-        **kwargs: as in `TensorDictReplayBuffer`: batch_size, prefetch, generator, priority_key, ...
+        sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
+        batch_size: B; None requires it with each `sample`.
+        prefetch: number of batches to draw ahead in a background thread.
+        generator: of the draws; None uses torch's default one.
+        priority_key: entry of written steps, and of batches, that holds their priorities.
+        collate_fn: applied to each batch before the transforms; see `TensorDictReplayBuffer`.
+        pin_memory: whether batches are in pinned memory.
+        shared: whether to `share()` at once.
+        transform_factory: makes `transform`, in an actor of Ray.
+        transport: how a storage in an actor is reached; see `TensorDictReplayBuffer`.
+        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
     Raises:
-        ValueError: `dim_extend` is not 0, `consume_after_n_samples` or `delayed_init` is set, the writer
-            does not fit the storage, a TorchRL sampler or sample unit can't work with its lanes, or a
-            stateful part belongs to another storage.
+        ValueError: the writer does not fit the storage, a TorchRL sampler or sample unit can't work with
+            its lanes, or a stateful part belongs to another storage.
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
@@ -104,6 +113,9 @@ class ReplayStorage(
 
     #: Tells the writer that samplers see live rows only, whatever the fill of each lane.
     draws_live_rows = True
+    # Set by TorchRL's constructor.
+    shared = False
+    priority_key: NestedKey = "td_error"
 
     if TYPE_CHECKING:
         # Typed Any, as users read and set attributes of many kinds of parts.
@@ -147,19 +159,51 @@ class ReplayStorage(
         writer: Writer | Callable[[], Writer] | None = None,
         transform: Transform | Callable[..., Any] | None = None,
         recorder: GymRecorder | None = None,
-        **kwargs: Any,
+        sample_unit: SampleUnit | None = None,
+        batch_size: int | None = None,
+        prefetch: int | None = None,
+        generator: torch.Generator | None = None,
+        priority_key: NestedKey = "td_error",
+        collate_fn: Callable[..., Any] | None = None,
+        pin_memory: bool = False,
+        shared: bool = False,
+        transform_factory: Callable[[], Transform] | None = None,
+        transport: Literal["auto", "direct", "ray", "distributed"] | None = None,
+        service_backend: Literal["direct", "ray"] | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        own = {"sampler": sampler, "writer": writer, "recorder": recorder}
-        parts = {"storage": storage, "transform": transform, **own, **kwargs}
-        given = checked(type(self).__name__, parts, OPTIONS, OPTIONS)
-        given["sampler"] = UniformSampler if sampler is None else sampler
-        given["writer"] = EpisodeWriter if writer is None else writer
-        del given["recorder"]
-        registry.check_own_parts(storage, **own)
-        # TorchRL would delay initialization if given a `transform_factory`.
-        super().__init__(**{"delayed_init": False, **given})
+        # The metaclass has seen to them.
+        del service_backend, service_backend_options
+        for name, part, kind in (
+            ("storage", storage, Storage),
+            ("sampler", sampler, Sampler),
+            ("writer", writer, Writer),
+            ("transform", transform, Transform),
+        ):
+            if not callable(part) and (part is not None or kind is Storage):
+                arguments.instance(name, part, kind)
+        arguments.optional(arguments.instance, "recorder", recorder, GymRecorder)
+        registry.check_own_parts(storage, sampler=sampler, writer=writer, recorder=recorder)
+        super().__init__(
+            storage=storage,
+            sampler=UniformSampler() if sampler is None else sampler,
+            writer=EpisodeWriter() if writer is None else writer,
+            transform=transform,
+            sample_unit=sample_unit,
+            batch_size=arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1),
+            prefetch=arguments.optional(arguments.integer, "prefetch", prefetch),
+            generator=arguments.generator("generator", generator),
+            priority_key=arguments.key("priority_key", priority_key),
+            collate_fn=collate_fn,
+            pin_memory=arguments.flag("pin_memory", pin_memory),
+            shared=arguments.flag("shared", shared),
+            transform_factory=transform_factory,
+            # TorchRL would delay initialization if given a `transform_factory`.
+            delayed_init=False,
+            transport=transport or "auto",
+        )
         self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
-        self._collates = given.get("collate_fn") is not None
+        self._collates = collate_fn is not None
         self._known_rows = KnownRows()
         # The samplers and transforms of the last draw, if they fit whatever their settings are.
         self._fitting: tuple[list[Sampler], list[Transform]] | None = None
@@ -229,7 +273,6 @@ class ReplayStorage(
             # The constructors of ready-made storages take other arguments.
             parts: Any = {"storage": rows, "writer": writer, "sampler": sampler}
             ReplayStorage.__init__(storage, **parts, transform=transform, **options)
-        storage._is_sealed = True
         return storage
 
     @classmethod
@@ -241,6 +284,7 @@ class ReplayStorage(
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
         cls, service_backend: str, *args: Any, service_backend_options: Any = None, **options: Any
     ) -> RayHandle:
+        arguments.choice("service_backend", service_backend, ("direct", "ray"))
         # TorchRL's handle lacks the methods of this class.
         where = service_backend_options or {}
         return RayHandle(*args, where=where, replay_buffer_cls=cls, **options)

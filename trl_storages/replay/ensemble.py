@@ -16,6 +16,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import set_entry
+from trl_storages.attributes import Strict
 from trl_storages.functional.draws import even_order, num_of_each
 from trl_storages.kernels.memory import on_device
 from trl_storages.replay.batches import BatchSource
@@ -24,7 +25,6 @@ from trl_storages.replay.explain import Explanation
 from trl_storages.rows import RowView
 from trl_storages.rows.row_view import joined
 from trl_storages.samplers import PERSampler, layers_of
-from trl_storages.signatures import Sealed
 
 __all__ = ["ReplayStorageEnsemble"]
 
@@ -37,7 +37,7 @@ _WITHOUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class ReplayStorageEnsemble(BatchSource, Sealed):
+class ReplayStorageEnsemble(BatchSource, Strict):
     """Mixes several storages in each batch at fixed shares, such as half offline, half online data.
 
     Each storage uses its own sampler and transforms. Of B samples each contributes exactly its share,

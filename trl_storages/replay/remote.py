@@ -9,38 +9,19 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import RayReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import RayReplayBuffer
 
-from trl_storages import arguments
 from trl_storages._torchrl import DistributedClient, RayClient
-from trl_storages.other_names import meant
-from trl_storages.replay.options import PARAMETERS, parameters_of
+from trl_storages.replay.parameters import PARAMETERS, parameters_of
 
-__all__ = ["RayHandle", "StorageType", "in_actor"]
-
-#: Where a storage can be: in this process, or in an actor.
-_BACKENDS = ("direct", "ray")
+__all__ = ["RayHandle", "in_actor"]
 
 # None without Ray: TorchRL then says what to install.
 ray: Any = import_module("ray") if find_spec("ray") else None
-
-
-class StorageType(type(TensorDictReplayBuffer)):  # type: ignore[misc]
-    """Refuses services that storages do not support; TorchRL's message would list all of its own."""
-
-    # Hidden from type checkers, which would not look at the constructors.
-    if not TYPE_CHECKING:
-
-        def __call__(cls, *args: Any, service_backend: str | None = None, **options: Any) -> Any:
-            """Makes a storage, or the handle of one."""
-            backend = arguments.optional(
-                arguments.choice, "service_backend", service_backend, _BACKENDS
-            )
-            return super().__call__(*args, service_backend=backend, **options)
 
 
 # What arrives instead of the storage where one of its methods returns it.
@@ -95,8 +76,8 @@ class _WithParameters:
             super().__setattr__(name, value)
         else:
             raise AttributeError(
-                f"the {self._kind} of a storage has no attribute {name!r} to set; "
-                f"{meant(name, PARAMETERS)}"
+                f"the {self._kind} of a storage has no attribute {name!r} to set, it has "
+                f"{', '.join(PARAMETERS)}."
             )
 
 

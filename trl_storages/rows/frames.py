@@ -147,10 +147,13 @@ def stacked_observations(
     there = [
         key for key in fields if key[0] != "next" and next_key(key) in fields and key not in others
     ]
-    if not isinstance(frame_stack, int):
+    if isinstance(frame_stack, Mapping):
         if missing := [key for key in frame_stack if key not in there]:
             raise KeyError(f"frame_stack must name observations, one of {there}, got {missing}.")
+        for stack in frame_stack.values():
+            arguments.instance("frame_stack", stack, FrameStack)
         return {**frame_stack}
+    frame_stack = arguments.integer("frame_stack", frame_stack, at_least=2)
     found: dict[NestedKey, FrameStack] = {}
     for key in there:
         shape = fields[key][1]

@@ -6,7 +6,6 @@ Letters: B batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,10 +14,10 @@ from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages.attributes import Setting, Strict
 from trl_storages.functional.draws import random_noise
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
-from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import checked_draw
 
 __all__ = [
@@ -34,7 +33,7 @@ __all__ = [
 Drawn = tuple[torch.Tensor, dict[str, Any]]
 
 
-class UniformSampler(SavedPart, Sealed, RandomSampler):  # type: ignore[misc]
+class UniformSampler(SavedPart, Strict, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     TorchRL's `RandomSampler` draws slots below the length of the storage, which is wrong while the lanes
@@ -141,15 +140,15 @@ class _Generator:
         vars(sampler)["_rng"] = sampler.base._rng = value
 
 
-class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
+class WrappingSampler(SavedPart, Strict, Sampler):  # type: ignore[misc]
     """Wraps another sampler: changes its draws and forwards everything else to it.
 
     Args:
         base: the sampler that draws; None draws uniformly.
     """
 
-    #: Name on the storage -> attribute of this sampler that may change between samples; it is saved.
-    live_parameters: ClassVar[Mapping[str, str]] = {}
+    #: Attributes that may change between samples; they are saved.
+    live_parameters: ClassVar[tuple[str, ...]] = ()
 
     base = _Base(
         partial(
@@ -206,12 +205,12 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler and of its base."""
-        own = {name: getattr(self, name) for name in self.live_parameters.values()}
+        own = {name: getattr(self, name) for name in self.live_parameters}
         return {**own, **self._counts, "base": as_part(self.base).state_dict()}
 
     def check_state(self, state_dict: Any) -> None:
         """Checks a state; see `SavedPart.check_state`."""
-        names = self.live_parameters.values()
+        names = self.live_parameters
         saved = SavedState(
             state_dict, f"the saved {type(self).__name__}", [*names, *self._counts, "base"]
         )
@@ -222,7 +221,7 @@ class WrappingSampler(SavedPart, Sealed, Sampler):  # type: ignore[misc]
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""
-        for name in self.live_parameters.values():
+        for name in self.live_parameters:
             setattr(self, name, state[name])
         self._counts = {name: state[name] for name in self._counts}
         as_part(self.base).take_state(state["base"])

@@ -5,7 +5,6 @@ Letters: B batch, N rows, K updates of a phase.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
@@ -15,10 +14,10 @@ from torchrl.data import Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages.attributes import Setting
 from trl_storages.functional.emphasis import window_size
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler
-from trl_storages.signatures import Setting
 from trl_storages.stock_parts import checked_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
@@ -90,9 +89,7 @@ class ERESampler(WrappingSampler):
     (0, 500)
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {
-        name: name for name in ("eta", "c_min", "updates_per_phase", "reference")
-    }
+    live_parameters: ClassVar[tuple[str, ...]] = ("eta", "c_min", "updates_per_phase", "reference")
 
     eta = Setting[float](
         partial(arguments.number, above=0, at_most=1), "Recency strength, in (0, 1]."

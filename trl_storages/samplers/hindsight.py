@@ -16,6 +16,7 @@ from torchrl.data import SliceSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
+from trl_storages.attributes import Setting
 from trl_storages.functional.draws import (
     geometric_steps,
     kinds_by_chance,
@@ -25,7 +26,6 @@ from trl_storages.functional.draws import (
 from trl_storages.kernels.memory import on_device
 from trl_storages.ring import GOAL_KINDS, episodes_of
 from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
-from trl_storages.signatures import Setting
 from trl_storages.stock_parts import draw
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
@@ -93,9 +93,7 @@ class HERSampler(WrappingSampler):
     HERSampler(strategy='final', num_goals=2, base=UniformSampler())
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {
-        name: name for name in ("strategy", "num_goals", "discount")
-    }
+    live_parameters: ClassVar[tuple[str, ...]] = ("strategy", "num_goals", "discount")
 
     discount = Setting[float](
         partial(arguments.number, at_least=0, at_most=1),

@@ -6,7 +6,7 @@ Letters: B batch, N slots, E lanes (environments), T steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -17,6 +17,7 @@ from torchrl.data import RandomSampler, Storage
 from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
 
 from trl_storages import arguments
+from trl_storages.attributes import Setting, Strict
 from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import random_noise
 from trl_storages.kernels.memory import on_device
@@ -26,7 +27,6 @@ from trl_storages.ring import episodes_of
 from trl_storages.samplers.base import Drawn, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Sealed, Setting
 from trl_storages.stock_parts import checked_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
@@ -49,7 +49,7 @@ def _rescale(sampler: PERSampler) -> None:
     sampler._table.rescale(alpha=sampler.alpha, eps=sampler.eps)
 
 
-class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
+class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
     """Prioritized experience replay: draws rows in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / sum_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -109,9 +109,8 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     >>> buffer.update_tensordict_priority(batch)
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {
-        name: name for name in ("alpha", "beta", "eps", "normalize")
-    }
+    live_parameters: ClassVar[tuple[str, ...]] = ("alpha", "beta", "eps", "normalize")
+    reduction = "max"
 
     alpha = Setting[float](
         partial(arguments.number, at_least=0, at_most=_HIGHEST_ALPHA),
@@ -212,7 +211,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
     ) -> Drawn:
         batch_size, episodes = checked_draw(storage, batch_size)
         self.attach(storage)
-        # `Sealed.__setattr__` would take longer.
+        # `Strict.__setattr__` would take longer.
         self.__dict__["_unanswered"] += 1
         if self._unanswered == _FORGOTTEN:
             _warn_of_forgotten(storage)
@@ -293,7 +292,7 @@ class PERSampler(SavedPart, Sealed, PrioritizedSampler):  # type: ignore[misc]
             if arguments.tensor("stamp", stamp).numel() != slots.numel():
                 raise ValueError(_not_one_each("stamp", stamp, slots.numel()))
             stamp = on_device(stamp, device, torch.int32).flatten().contiguous()
-        # `Sealed.__setattr__` would take longer.
+        # `Strict.__setattr__` would take longer.
         self.__dict__.update(_marked=None, _unanswered=-math.inf)
         self._table.update(slots, priority.contiguous(), stamp)
 

@@ -14,10 +14,10 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import arguments
+from trl_storages.attributes import Setting
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
 from trl_storages.samplers.base import layers_of
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Setting
 
 __all__ = ["ReturnImprovementEta"]
 

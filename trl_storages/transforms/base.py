@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
@@ -32,8 +32,8 @@ class ReplayTransform(Transform):  # type: ignore[misc]
     #: Whether this transform uses the goal rows that a `HERSampler` draws. A `ReplayStorage` refuses to
     #: draw them if no transform does.
     uses_goals = False
-    #: Name on the storage -> attribute of this transform that may change between samples; it is saved.
-    live_parameters: ClassVar[Mapping[str, str]] = {}
+    #: Attributes that may change between samples; they are saved.
+    live_parameters: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def replay(self, rows: RowView) -> None:
@@ -63,7 +63,7 @@ class ReplayTransform(Transform):  # type: ignore[misc]
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the kind of the transform and its parameters."""
-        parameters = {name: getattr(self, name) for name in self.live_parameters.values()}
+        parameters = {name: getattr(self, name) for name in self.live_parameters}
         return {"kind": type(self).__name__, **parameters}
 
     def set_extra_state(self, state: Any) -> None:
@@ -75,7 +75,7 @@ class ReplayTransform(Transform):  # type: ignore[misc]
         kind = type(self).__name__
         saved = SavedState(state, f"the saved {kind}", [*self.get_extra_state()])
         saved.one_of("kind", [kind])
-        for name in self.live_parameters.values():
+        for name in self.live_parameters:
             setattr(self, name, saved[name])
 
 

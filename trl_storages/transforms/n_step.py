@@ -5,7 +5,7 @@ Letters: B batch, n steps looked ahead at most, m steps taken, A agents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,11 +13,11 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
+from trl_storages.attributes import Setting, Strict
 from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import backend
 from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView
-from trl_storages.signatures import Setting
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
@@ -26,7 +26,7 @@ __all__ = ["NStep"]
 _Folding = tuple[Callable[..., torch.Tensor], torch.Tensor, torch.dtype]
 
 
-class NStep(ReplayTransform):
+class NStep(Strict, ReplayTransform):
     """Folds each sampled transition with those that follow it in its episode (n-step returns).
 
         m = min(n, rows to the end of the episode, rows to the newest one)
@@ -71,7 +71,10 @@ class NStep(ReplayTransform):
     NStep(n_step=5, discount=0.98)
     """
 
-    live_parameters: ClassVar[Mapping[str, str]] = {"n_step": "n_step", "discount": "discount"}
+    live_parameters: ClassVar[tuple[str, ...]] = ("n_step", "discount")
+    reward_key: NestedKey = keys.REWARD
+    terminated_key: NestedKey = keys.TERMINATED
+    steps_to_next_obs_key: NestedKey = keys.STEPS_TO_NEXT_OBS
 
     n_step = Setting[int](
         partial(arguments.integer, at_least=1),

@@ -30,7 +30,6 @@ from trl_storages.rows import (
     read_fields,
 )
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.signatures import Sealed
 from trl_storages.stock_parts import check_buffers, check_not_joined
 from trl_storages.writing.checks import check_storage, num_steps_of
 from trl_storages.writing.counting import CountingWriter
@@ -49,7 +48,7 @@ _ONE_STEP = (Block(1),)
 _NO_PAIRS = np.zeros((0, 2), np.int64)
 
 
-class EpisodeWriter(SavedPart, Sealed, CountingWriter):
+class EpisodeWriter(SavedPart, CountingWriter):
     """A round-robin writer that knows which rows belong to one episode.
 
     It takes what TorchRL's collectors send: `[T]` steps of one environment or whole trajectories one
