@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", nargs="*", metavar="row", help=f"of {', '.join(ROWS)}; else all")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--stored", type=int, default=200_000, help="transitions in a storage")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     if unknown := set(chosen.rows) - set(ROWS):
         parser.error(f"rows are {', '.join(ROWS)}; got {', '.join(unknown)}")
     with ExitStack() as stack:
