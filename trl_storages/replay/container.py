@@ -413,8 +413,7 @@ class ReplayStorage(
             actions: the actions taken.
             rewards: as returned by `step`, like all that follow.
             terminateds: whether the state is terminal.
-            truncateds: whether the episode was truncated, as by a time limit. If the two are exchanged,
-                only an info `TimeLimit.truncated` shows it; it is an error then.
+            truncateds: whether the episode was truncated, as by a time limit.
             infos: gymnasium's dict.
             next_observations: as returned, possibly the first observation of the next episode;
                 `autoreset_mode` determines where the final one is found.

@@ -266,8 +266,15 @@ class RecordLanes(Record):
             self.buffer.extend(steps)
 
     def make(self, capacity: int) -> ReplayStorage:
+        # Rows that are dealt out do not go on from each other.
         return UniformReplayStorage(
-            GOAL_SPACE, ACTION_SPACE, storage_size=capacity, num_envs=LANES, device=self.device
+            GOAL_SPACE,
+            ACTION_SPACE,
+            storage_size=capacity,
+            num_envs=LANES,
+            autoreset_mode="Disabled",
+            on_gap="ignore",
+            device=self.device,
         )
 
     @staticmethod
