@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import pydoc
 import re
 
 import numpy as np
@@ -80,41 +79,6 @@ class TestEveryRecipe:
         assert batch.batch_size == (5,)
         assert FIELDS | {"index"} <= set(batch.keys(True, True))
 
-    def test_a_name_of_another_library(self, name):
-        with pytest.raises(TypeError, match="no keyword 'buffer_size': use storage_size="):
-            make(name, buffer_size=3)
-
-    def test_help_names_every_option_with_its_default(self, name):
-        kind = getattr(trl_storages, name)
-        shown = inspect.signature(kind).parameters
-        changed = {"NStepReplayStorage": ("n_step", 3), "EREReplayStorage": ("eta", 0.996)}
-        changed["PrioritizedReplayStorage"] = ("alpha", 0.6)
-        option, default = changed.get(name, ("storage_size", 1_000_000))
-        assert shown[option].default == default
-        help_text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
-        assert f"{option}: {shown[option].annotation} = {default}" in help_text.replace("'", "")
-
-    def test_every_option_is_explained(self, name):
-        del name
-        explained = trl_storages.UniformReplayStorage.__doc__
-        for option in inspect.signature(trl_storages.UniformReplayStorage).parameters:
-            assert f"        {option}: " in explained, option
-
-    def test_a_subclass_with_options_of_its_own(self, name):
-        kind = getattr(trl_storages, name)
-
-        class Named(kind):
-            """Has a name."""
-
-            def __init__(self, *spaces, label, **options):
-                super().__init__(*spaces, **options)
-                self.label = label
-
-        options = {"reward_fn": distance_reward} if name == "HERReplayStorage" else {}
-        storage = Named(OBSERVATIONS, ACTIONS, label="first", storage_size=4, **options)
-        assert storage.label == "first"
-        storage.label = "second"
-
     def test_shown(self, name):
         storage = make(name, num_envs=2)
         storage.extend(rows(2, 4))
@@ -148,6 +112,12 @@ class TestEveryRecipe:
         episodes.append(steps == 2)
         batch = storage.sample()
         assert {value.device for value in batch.values(True, True)} == {gpu}
+
+
+def test_every_option_is_explained():
+    explained = trl_storages.UniformReplayStorage.__doc__
+    for option in inspect.signature(trl_storages.UniformReplayStorage).parameters:
+        assert f"        {option}: " in explained, option
 
 
 # Names that sampling sets in batches

@@ -1,5 +1,7 @@
 """Ready-made storages: what each one is, of environments and options."""
 
+import inspect
+
 import gymnasium
 import pytest
 import torch
@@ -69,6 +71,11 @@ OPTIONS = {
     "c_min": (9, lambda s: s.c_min == 9),
     "num_goals": (0, lambda s: not s.sample()["her_mask"].any()),
     "strategy": ("final", lambda s: s.strategy == "final"),
+    # After hindsight and n-step returns.
+    "transform": (
+        lambda batch: batch.set("seen", batch["her_mask"] & (batch["steps_to_next_obs"] > 0)[:, 0]),
+        lambda s: "seen" in s.sample(),
+    ),
     "sample_unit": (library.EpisodeSequence(3), lambda s: len(s.sample()) == 60),
     "terminated_fn": (
         lambda achieved, *_: torch.ones(len(achieved), dtype=torch.bool),
@@ -212,3 +219,40 @@ def test_names_that_sampling_sets_are_refused(key):
     for options in ({"info_keys": {key: box}}, {"extra_fields": {key: (torch.float32, (2,))}}):
         with pytest.raises(ValueError, match=key):
             make(**options)
+
+
+# Names
+
+
+@pytest.mark.parametrize("kind", [*RECIPES, "episodes"])
+def test_keywords_are_explicit(kind):
+    shown = inspect.signature(type(make(kind))).parameters
+    assert {"observation_space", "storage_size", "path", "transform"} <= {*shown}
+    assert not [it for it in shown.values() if it.kind in (it.VAR_KEYWORD, it.VAR_POSITIONAL)]
+    with pytest.raises(TypeError, match="use storage_size="):
+        make(kind, buffer_size=40)
+    with pytest.raises(TypeError, match="colour"):
+        make(kind, colour="red")
+
+
+def test_misspelt_parameters_raise():
+    storage, _ = filled("all")
+    sampler = storage.sampler
+    for owner in (storage, storage.transform[1], sampler, sampler.base, sampler.base.base):
+        with pytest.raises(AttributeError, match="n_steps"):
+            owner.n_steps = 4
+    plain, _ = filled("uniform")
+    for owner in (plain, plain.sampler):
+        with pytest.raises(AttributeError, match="alpha"):
+            owner.alpha = 0.5
+
+
+def test_subclasses_add_attributes():
+    class Named(library.UniformReplayStorage):
+        def __init__(self, *spaces, label, **options):
+            super().__init__(*spaces, **options)
+            self.label = label
+
+    storage = Named(gymnasium.spaces.Box(-1, 1), gymnasium.spaces.Discrete(2), label="first")
+    storage.label = "second"
+    assert storage.label == "second"
