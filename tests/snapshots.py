@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import PrioritizedSampler
 
 from trl_storages.samplers import PERSampler, WrappingSampler
 
@@ -77,9 +76,6 @@ def _sampler(sampler: Any) -> dict[str, Any]:
     if isinstance(sampler, PERSampler):
         table = sampler._table
         return {**seen, "state": sampler.state_dict(), "stamps": table.stamps}
-    if isinstance(sampler, PrioritizedSampler):
-        trees = (sampler._sum_tree, sampler._min_tree)
-        return {**seen, "trees": [[tree[at] for at in range(len(tree))] for tree in trees]}
     return {**seen, "state": dict(sampler.state_dict() or {})}
 
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from oracles import RingOracle, Row
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torchrl.data import RandomSampler
 from torchrl.envs.transforms import Compose, RewardScaling
 
 from trl_storages import (
@@ -197,7 +196,7 @@ COMBINATIONS: dict[str, Callable[[int], Parts]] = {
         None,
     ),
     "TorchRL's": lambda size: (
-        RandomSampler(),
+        None,
         [NStep(2, 0.9), RewardScaling(0.5, 2.0, in_keys=[("next", "reward")])],
         None,
     ),

@@ -5,7 +5,6 @@ import torch
 from goal_data import HISTORIES, distance_reward
 from in_pairs import in_pairs
 from on_gpu import assert_equal_on, noise_of_the_cpu
-from torchrl.data import RandomSampler
 from torchrl.envs.transforms import Compose
 
 from trl_storages import (
@@ -30,7 +29,6 @@ SAMPLERS = {
     "final": lambda size: HERSampler("final", 1),
     "episode": lambda size: HERSampler("episode", float("inf")),
     "random": lambda size: HERSampler("random", base=ERESampler(0.99, c_min=3)),
-    "over TorchRL's": lambda size: HERSampler(base=RandomSampler()),
     "priorities": PERSampler,
     "all": lambda size: HERSampler(base=ERESampler(0.99, c_min=3, base=PERSampler(size))),
 }

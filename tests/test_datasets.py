@@ -11,11 +11,11 @@ from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
 
 from trl_storages import (
     EpisodeReplayStorage,
     HERReplayStorage,
+    PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
 )
@@ -538,7 +538,7 @@ def test_a_dictionary_is_written_to_storages_of_all_kinds():
     for storage in (
         UniformReplayStorage(*spaces, storage_size=20),
         EpisodeReplayStorage(*spaces, storage_size=20),
-        ReplayStorage(storage=LazyTensorStorage(20)),
+        ReplayStorage(storage=PackedStorage(20)),
     ):
         slots = storage.extend(data)
         assert slots.tolist() == [*range(7)]

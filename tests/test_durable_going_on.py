@@ -22,7 +22,7 @@ from test_persistence import (
     by_state_dict,
     make,
 )
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 
 from trl_storages import (
     EpisodeReplayStorage,
@@ -280,13 +280,6 @@ def test_readers_that_are_opened_before_the_first_write(tmp_path):
         ReplayStorage.open(tmp_path / "later", mode="r")
     with pytest.raises(RuntimeError, match="none was written yet"):
         later.loader(batch_size=4)
-
-
-def test_stock_storages_have_nothing_to_flush(tmp_path):
-    storage = ReplayStorage(storage=LazyTensorStorage(SIZE), batch_size=4)
-    storage.flush()
-    storage.close()
-    storage.close(keep=False)
 
 
 def in_a_fork(body):

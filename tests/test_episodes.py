@@ -274,8 +274,6 @@ class EpisodeMachine(RuleBasedStateMachine):
         ring = torch.arange(-1, self.index.num_slots + 1)
         assert ring[self.index.is_live(ring)].tolist() == sorted(live)
         assert self.index.num_slots_reached == max(live, default=-1) + 1
-        is_level = len({*self.index.host_fill.tolist()}) == 1 and {*live} == {*range(len(live))}
-        assert self.index.is_level == is_level
 
     @invariant()
     def answers(self):
@@ -346,7 +344,7 @@ def test_the_host_knows_the_fill_of_a_gpu(gpu):
     assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [0, 3])
     index.evict([7, 2])
     assert (index.host_steps.tolist(), index.host_tails.tolist()) == ([5, 9], [5, 3])
-    assert (len(index), index.is_full, index.is_level) == (6, False, False)
+    assert (len(index), index.is_full) == (6, False)
 
 
 @pytest.mark.parametrize("tail", [-1, 0, 8, 2**61])

@@ -12,7 +12,6 @@ import torch
 from goal_data import distance_reward, goal_transitions
 from in_pairs import in_pairs
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
 from trl_storages.replay import ReplayStorage
@@ -25,9 +24,9 @@ from trl_storages.writing import EpisodeWriter
 
 STRATEGIES = ["future", "final", "episode", "random", "geometric", "current"]
 MIXTURE = dict.fromkeys(STRATEGIES, 1 / 6)
-STORAGES = [PackedStorage, partial(PackedStorage, share_next=True), LazyTensorStorage]
+STORAGES = [PackedStorage, partial(PackedStorage, share_next=True)]
 LANES = [1, 3]
-each_storage = pytest.mark.parametrize("storage_type", STORAGES, ids=["packed", "shared", "stock"])
+each_storage = pytest.mark.parametrize("storage_type", STORAGES, ids=["packed", "shared"])
 each_number_of_lanes = pytest.mark.parametrize("num_envs", LANES)
 
 

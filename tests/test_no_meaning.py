@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl.envs.transforms import Compose
 
 from trl_storages import (
@@ -68,10 +67,6 @@ PAIRS = {
     "a base that is exchanged for one of the same goal": (
         lambda: setattr(HERSampler(), "base", HERSampler()),
         (ValueError, "another goal_key"),
-    ),
-    "a base that is exchanged for one of slices": (
-        lambda: setattr(HERSampler(), "base", SliceSampler(slice_len=2)),
-        (TypeError, "base must draw single transitions.*EpisodeSequence"),
     ),
     "a base that is exchanged for one without windows": (
         lambda: setattr(ERESampler(), "base", HERSampler()),

@@ -16,11 +16,9 @@ from numba.core.caching import FunctionCache
 from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
     RandomSampler,
     RayReplayBuffer,
     RoundRobinWriter,
-    SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
 )
@@ -118,8 +116,6 @@ PRIVATE_ATTRIBUTES = {
             "_cursor _write_count _write_count_value _track_generations _storage _empty "
             "_bump_generation _generation _mark_update_entities"
         ),
-        "PrioritizedSampler": "_sum_tree _min_tree",
-        "SamplerWithoutReplacement": "_sample_list",
         "Sampler": "_rng _empty _remaining_batches",
         "SliceSampler": "_fetch_traj",
         "CatTensors": "_del_keys",
@@ -142,8 +138,6 @@ OWNERS = {
     "TensorStorageCheckpointer": lambda buffer: buffer.storage.checkpointer,
     "RoundRobinWriter": lambda buffer: buffer.writer,
     "Sampler": lambda buffer: buffer.sampler,
-    "PrioritizedSampler": lambda _: PrioritizedSampler(4, 0.6, 0.4),
-    "SamplerWithoutReplacement": lambda _: SamplerWithoutReplacement(),
     "SliceSampler": lambda _: SliceSampler(num_slices=1),
     "CatTensors": lambda _: CatTensors(["a", "b"], out_key="c"),
     "Compose": lambda _: Compose(),
@@ -154,13 +148,7 @@ OWNERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "owner",
-    [
-        pytest.param(owner, marks=pytest.mark.native) if owner == "PrioritizedSampler" else owner
-        for owner in PRIVATE_ATTRIBUTES
-    ],
-)
+@pytest.mark.parametrize("owner", PRIVATE_ATTRIBUTES)
 def test_private_names_exist(owner):
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(TensorDict({"observation": [0.0]}, [1]))

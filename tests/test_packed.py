@@ -16,7 +16,7 @@ from torchrl.data import (
     TensorDictRoundRobinWriter,
 )
 
-from trl_storages.rows import PackedStorage, read_fields
+from trl_storages.rows import PackedStorage
 from trl_storages.writing import EpisodeWriter
 
 FIELDS = {
@@ -176,15 +176,6 @@ class TestRead:
         assert list(fields) == keys
         for key in keys:
             assert_same_bits(fields[key], data[key][index])
-
-    def test_of_stock_storages_too(self, make_storage):
-        data, index = transitions(9), torch.tensor([[8, 1], [0, 0]])
-        stock, packed = LazyTensorStorage(9), make_storage(9)
-        for storage in (stock, packed):
-            storage.set(range(9), data)
-            fields = read_fields(storage, index, ["wave", ("next", "done")])
-            assert_same_bits(fields["wave"], data["wave"][index])
-            assert_same_bits(fields["next", "done"], data["next", "done"][index])
 
     def test_a_missing_field_lists_those_there(self, make_storage):
         storage = make_storage(4)

@@ -11,12 +11,6 @@ import pytest
 import torch
 from goal_data import distance_reward, episode_flags, goal_transitions
 from gymnasium import spaces
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    RoundRobinWriter,
-    TensorDictReplayBuffer,
-)
 from torchrl.envs.transforms import Compose
 
 from trl_storages import (
@@ -70,10 +64,10 @@ def make(recipe, seed, **options):
     return RECIPES[recipe](storage_size=SIZE, num_envs=LANES, batch_size=16, seed=seed, **options)
 
 
-def make_over(storage_type, seed):
+def make_over(seed):
     """All of them over one of TorchRL's storages."""
     return ReplayStorage(
-        storage=storage_type(SIZE),
+        storage=PackedStorage(SIZE),
         writer=EpisodeWriter(LANES),
         sampler=HERSampler(base=ERESampler(0.997, 10, base=PERSampler(SIZE))),
         transform=Compose(GoalRelabel(distance_reward), NStep(3, 0.9)),
@@ -182,34 +176,14 @@ def test_in_the_middle_of_episodes(recipe, num_steps, reload, tmp_path):
     assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
 
 
-@pytest.mark.parametrize(
-    ("storage_type", "reload"),
-    [
-        (LazyTensorStorage, by_state_dict),
-        (LazyTensorStorage, by_dumps),
-        (LazyMemmapStorage, by_dumps),
-    ],
-)
-def test_over_stock_storages(storage_type, reload, tmp_path):
-    loop, saved = Loop(), make_over(storage_type, seed=1)
-    loop.write(4, saved)
-    loop.run(43, saved)
-    fresh = make_over(storage_type, seed=2)
-    Loop().write(5, fresh)
-    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
-
-
-@pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
-def test_what_was_loaded_is_saved_again(storage_type, reload, tmp_path):
-    loop, saved = Loop(), make_over(storage_type, seed=1)
+def test_what_was_loaded_is_saved_again(reload, tmp_path):
+    loop, saved = Loop(), make_over(seed=1)
     loop.write(20, saved)
     for name in "ab":
         (tmp_path / name).mkdir()
-    loaded = reload(saved, make_over(storage_type, seed=2), tmp_path / "a")
-    assert_go_on_alike(
-        saved, by_dumps(loaded, make_over(storage_type, seed=3), tmp_path / "b"), loop
-    )
+    loaded = reload(saved, make_over(seed=2), tmp_path / "a")
+    assert_go_on_alike(saved, by_dumps(loaded, make_over(seed=3), tmp_path / "b"), loop)
 
 
 @pytest.mark.parametrize("share_next", [False, True])
@@ -288,13 +262,12 @@ class Bomb:
 
 
 @pytest.mark.parametrize("at", [".", "storage", "prefetch"])
-@pytest.mark.parametrize("rows", [PackedStorage, LazyTensorStorage])
-def test_a_planted_pickle_never_runs(at, rows, tmp_path):
+def test_a_planted_pickle_never_runs(at, tmp_path):
     """Neither among the files of a dump, nor where tensordict would open it beside its tensors."""
 
     def build():
         storage = ReplayStorage(
-            storage=rows(SIZE), writer=EpisodeWriter(LANES), batch_size=4, prefetch=2
+            storage=PackedStorage(SIZE), writer=EpisodeWriter(LANES), batch_size=4, prefetch=2
         )
         Loop().write(20, storage)
         return storage
@@ -423,17 +396,6 @@ class TestMisfits:
         assert torch.equal(other.storage.rows, before)
         for name, tensor in other.episodes.state_dict().items():
             assert torch.equal(tensor, index[name])
-
-    @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
-    def test_of_a_stock_buffer(self, reload, tmp_path):
-        stock = TensorDictReplayBuffer(storage=LazyTensorStorage(8), writer=RoundRobinWriter())
-        stock.extend(
-            goal_transitions(torch.zeros(5).long(), torch.arange(5), torch.zeros(5).bool())
-        )
-        other = ReplayStorage(storage=LazyTensorStorage(8))
-        with pytest.raises((KeyError, FileNotFoundError), match=r"_recorder|missing"):
-            reload(stock, other, tmp_path)
-        assert len(other) == 0
 
     def test_a_directory_that_is_not_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="nowhere"):

@@ -13,12 +13,6 @@ from damages import damaged_states, files_in
 from goal_data import distance_reward, goal_transitions
 from gymnasium import spaces
 from snapshots import assert_unchanged, files_of, snapshot
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    PrioritizedSampler,
-    SamplerWithoutReplacement,
-)
 from torchrl.envs.transforms import Compose, RewardScaling
 
 from trl_storages import (
@@ -86,12 +80,11 @@ MAKERS = {
     "recency": recipe(EREReplayStorage, c_min=4),
     "hindsight": recipe(HERReplayStorage),
     "all of them": recipe(HERReplayStorage, n_step=3, alpha=0.6, eta=0.99, c_min=4),
-    "over TorchRL's rows": over(
-        LazyTensorStorage,
+    "put together by hand": over(
+        PackedStorage,
         all_parts,
         transform=Compose(GoalRelabel(distance_reward), NStep(2, 0.9)),
     ),
-    "over files of TorchRL's": over(LazyMemmapStorage, UniformSampler),
     "transforms of TorchRL's": over(
         PackedStorage,
         UniformSampler,
@@ -99,19 +92,12 @@ MAKERS = {
     ),
     "without replacement": over(
         PackedStorage,
-        lambda: HERSampler(base=SamplerWithoutReplacement()),
+        lambda: HERSampler(base=UniformSampler(without_replacement=True)),
         transform=GoalRelabel(distance_reward),
     ),
-    "priorities of TorchRL's": over(PackedStorage, lambda: PrioritizedSampler(SIZE, 0.6, 0.4)),
     "counting generations": over(PackedStorage, UniformSampler, tracks=True),
 }
-each_kind = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.native) if kind == "priorities of TorchRL's" else kind
-        for kind in MAKERS
-    ],
-)
+each_kind = pytest.mark.parametrize("kind", MAKERS)
 
 
 def filled(make, num_steps, **options):
@@ -190,7 +176,7 @@ def is_harmless(name):
 
 
 # What each state or dump holds is damaged once.
-WALKED_WHOLE = ("all of them", "over TorchRL's rows")
+WALKED_WHOLE = ("all of them", "put together by hand")
 
 
 @cache

@@ -15,10 +15,6 @@ import torch
 from goal_data import HISTORIES, distance_reward, episode_flags, goal_transitions, write
 from oracles import RingOracle
 from torchrl.data import (
-    ConsumingSampler,
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    SamplerWithoutReplacement,
     traj,
 )
 from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
@@ -32,37 +28,32 @@ from trl_storages.transforms import GoalRelabel, NStep, ReplayTransform
 from trl_storages.writing import EpisodeWriter
 
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-each_storage = pytest.mark.parametrize(
-    "storage_type", [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
-)
 
 
-def make_uniform(capacity, num_envs=1, storage_type=PackedStorage, seed=0, on_gap="cut", **kwargs):
+def make_uniform(capacity, num_envs=1, seed=0, on_gap="cut", **kwargs):
     return ReplayStorage(
-        storage=storage_type(capacity),
+        storage=PackedStorage(capacity),
         writer=EpisodeWriter(num_envs, on_gap=on_gap),
         generator=torch.Generator().manual_seed(seed),
         **kwargs,
     )
 
 
-def make_hindsight(capacity, num_envs=1, storage_type=PackedStorage, **kwargs):
+def make_hindsight(capacity, num_envs=1, **kwargs):
     return make_uniform(
         capacity,
         num_envs,
-        storage_type,
         sampler=HERSampler(),
         transform=GoalRelabel(distance_reward),
         **kwargs,
     )
 
 
-def make_everything(capacity, num_envs=1, storage_type=PackedStorage, **kwargs):
+def make_everything(capacity, num_envs=1, **kwargs):
     """Hindsight, n-step returns, priorities and recency at once."""
     return make_uniform(
         capacity,
         num_envs,
-        storage_type,
         sampler=HERSampler(base=ERESampler(0.999, 3, base=PERSampler(capacity))),
         transform=Compose(GoalRelabel(distance_reward), NStep(3, 0.5)),
         **kwargs,
@@ -102,7 +93,6 @@ def assert_same(first, second):
 # History
 
 
-@each_storage
 @pytest.mark.parametrize(
     "change",
     [
@@ -112,8 +102,8 @@ def assert_same(first, second):
         lambda storage, rows: storage.update_(rows),
     ],
 )
-def test_rows_are_never_changed_in_place(change, storage_type):
-    storage, oracle = make_hindsight(10, 2, storage_type=storage_type), RingOracle(10, 2)
+def test_rows_are_never_changed_in_place(change):
+    storage, oracle = make_hindsight(10, 2), RingOracle(10, 2)
     write(storage, oracle, [episode_flags([3, 2], 2), episode_flags([4], 3)])
     before = storage[:]
     with pytest.raises(RuntimeError, match="never changed in place: write others by extend"):
@@ -269,7 +259,7 @@ class TestPrefetch:
 
     def test_other_sizes_leave_what_was_drawn_ahead(self):
         """So that a sampler without replacement loses no row."""
-        storage = self.written(batch_size=4, sampler=SamplerWithoutReplacement())
+        storage = self.written(batch_size=4, sampler=UniformSampler(without_replacement=True))
         drawn = [storage.sample(size)["index"] for size in (None, 2, 2, None, None, None)]
         assert torch.cat(drawn).sort().values.tolist() == [*range(20)]
         storage.shutdown()
@@ -296,20 +286,10 @@ def pickled(storage):
 
 
 class TestCopies:
-    # TorchRL's LazyMemmapStorage can't be pickled.
-    @pytest.mark.parametrize(
-        ("storage_type", "copied"),
-        [
-            (PackedStorage, copy.deepcopy),
-            (PackedStorage, pickled),
-            (LazyTensorStorage, copy.deepcopy),
-            (LazyTensorStorage, pickled),
-            (LazyMemmapStorage, copy.deepcopy),
-        ],
-    )
+    @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
     @pytest.mark.parametrize("prefetch", [None, 2])
-    def test_go_on_alike_and_apart(self, copied, prefetch, storage_type):
-        storage = make_hindsight(20, 2, storage_type, prefetch=prefetch, batch_size=8)
+    def test_go_on_alike_and_apart(self, copied, prefetch):
+        storage = make_hindsight(20, 2, prefetch=prefetch, batch_size=8)
         oracle = RingOracle(20, 2)
         write(storage, oracle, [episode_flags([3, 5], 4)] * 2)
         next(iter(storage))
@@ -336,10 +316,6 @@ class TestCopies:
 
 
 class TestRefusals:
-    def test_consuming_rows(self):
-        with pytest.raises(ValueError, match="consume"):
-            make_uniform(8, sampler=ConsumingSampler(2))
-
     @pytest.mark.parametrize("lanes", [[2], [-1], [0, 0], torch.tensor([True])])
     def test_ending_episodes_of_unknown_lanes(self, lanes):
         storage = make_uniform(8, 2)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from goal_data import distance_reward, goal_transitions
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Compose
 
 from trl_storages import GoalRelabel, HERSampler, NStep, ReplayStorage, ReplayTransform
@@ -18,11 +17,7 @@ NUM_ROWS = 12
 REWARD, NEXT = ("next", "reward"), ("next", "observation")
 SLOTS = torch.tensor([3, 0, 7])
 # Long rows are gathered field by field, short ones as a whole.
-STORAGES = {
-    "short rows": (PackedStorage, 3),
-    "long rows": (PackedStorage, 5000),
-    "TorchRL's": (LazyTensorStorage, 3),
-}
+WIDTHS = {"short rows": 3, "long rows": 5000}
 
 
 def rows_of(width):
@@ -32,11 +27,10 @@ def rows_of(width):
     return TensorDict({**root, "next": TensorDict(following, [NUM_ROWS])}, [NUM_ROWS])
 
 
-@pytest.fixture(params=STORAGES)
+@pytest.fixture(params=WIDTHS)
 def storage(request):
-    make, width = STORAGES[request.param]
-    storage = make(NUM_ROWS)
-    storage.set(range(NUM_ROWS), rows_of(width))
+    storage = PackedStorage(NUM_ROWS)
+    storage.set(range(NUM_ROWS), rows_of(WIDTHS[request.param]))
     return storage
 
 

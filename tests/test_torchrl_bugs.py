@@ -8,7 +8,7 @@ import torch
 from goal_data import achieved_goals, distance_reward, episode_flags, goal_transitions, write
 from oracles import RingOracle
 from scipy import stats
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
@@ -16,13 +16,10 @@ from trl_storages.samplers import HERSampler
 from trl_storages.transforms import GoalRelabel
 from trl_storages.writing import EpisodeWriter
 
-STORAGES = [PackedStorage, LazyTensorStorage, LazyMemmapStorage]
-each_storage = pytest.mark.parametrize("storage_type", STORAGES)
 
-
-def make_buffer(capacity, storage_type=PackedStorage, num_envs=1, seed=0, **kwargs):
+def make_buffer(capacity, num_envs=1, seed=0, **kwargs):
     return ReplayStorage(
-        storage=storage_type(capacity),
+        storage=PackedStorage(capacity),
         writer=EpisodeWriter(num_envs),
         sampler=HERSampler(**kwargs),
         transform=GoalRelabel(distance_reward),
@@ -30,10 +27,9 @@ def make_buffer(capacity, storage_type=PackedStorage, num_envs=1, seed=0, **kwar
     )
 
 
-@each_storage
-def test_a_full_buffer_fed_by_extend_and_sampled(storage_type):
+def test_a_full_buffer_fed_by_extend_and_sampled():
     """TorchRL: "Boolean value of Tensor with more than one value is ambiguous" once it is full."""
-    buffer, oracle = make_buffer(100, storage_type), RingOracle(100)
+    buffer, oracle = make_buffer(100), RingOracle(100)
     for start in range(0, 300, 10):
         write(buffer, oracle, [[step % 7 == 6 for step in range(start, start + 10)]])
         batch = buffer.sample(64)
@@ -41,11 +37,10 @@ def test_a_full_buffer_fed_by_extend_and_sampled(storage_type):
     assert buffer.is_full
 
 
-@each_storage
 @pytest.mark.parametrize("strategy", ["final", "episode", "future"])
-def test_no_goal_of_another_episode_after_wrap_around(strategy, storage_type):
+def test_no_goal_of_another_episode_after_wrap_around(strategy):
     """TorchRL, filled by `add`: a third of the goals of `final` and `episode` are another's."""
-    buffer, oracle = make_buffer(50, storage_type, strategy=strategy), RingOracle(50)
+    buffer, oracle = make_buffer(50, strategy=strategy), RingOracle(50)
     for flag in episode_flags([7, 5, 11, 3] * 5, unfinished=4):
         step = len(oracle.lanes[0])
         row = goal_transitions(torch.tensor(0), torch.tensor(step), torch.tensor(flag))
@@ -114,11 +109,6 @@ def test_goals_stay_in_their_environment():
 
 class TestDimensions:
     """TorchRL fails deep inside a sample when the storage has two dimensions."""
-
-    @pytest.mark.parametrize("storage_type", [LazyTensorStorage, LazyMemmapStorage])
-    def test_stock_storages_with_an_episode_writer(self, storage_type):
-        with pytest.raises(ValueError, match=r"ndim=1.*ndim=2.*num_envs"):
-            make_buffer(10, lambda size: storage_type(size, ndim=2))
 
     def test_hindsight_without_an_episode_writer(self):
         storage = LazyTensorStorage(10, ndim=2)

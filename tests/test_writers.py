@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import RingOracle
 from tensordict import LazyStackedTensorDict, TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import TensorDictReplayBuffer
 
 from trl_storages.replay import ReplayStorage
 from trl_storages.rows import PackedStorage
@@ -48,7 +48,6 @@ class WriterMachine(RuleBasedStateMachine):
     the ids of trajectories that may change without `done`, as a collector's do.
     """
 
-    storage_type = PackedStorage
     keys = ["observation", "tag", ("next", "observation"), ("next", "done")]
 
     @initialize(
@@ -69,7 +68,7 @@ class WriterMachine(RuleBasedStateMachine):
     def make_buffer(self):
         # Trajectory ids are told to the writer but not stored.
         writer = writer_of_any_rows(self.oracle.num_envs, keys=self.keys)
-        return self.buffer_type(storage=self.storage_type(self.size), writer=writer)
+        return self.buffer_type(storage=PackedStorage(self.size), writer=writer)
 
     def block(self, data, lanes, steps):
         """Draws flags [L][S] for the lanes and makes the rows, and tells the model of them."""
@@ -203,14 +202,8 @@ class WriterMachine(RuleBasedStateMachine):
         assert episodes.is_finished(slots).tolist() == finished
 
 
-class StockStorageMachine(WriterMachine):
-    storage_type = LazyTensorStorage
-
-
 TestPackedStorage = WriterMachine.TestCase
 TestPackedStorage.settings = settings(stateful_step_count=12)
-TestStockStorage = StockStorageMachine.TestCase
-TestStockStorage.settings = settings(stateful_step_count=12)
 
 
 def block(*shape, first_lane=0):
@@ -276,7 +269,6 @@ class TestRefused:
         assert writer._write_count == before[2]
         storage.episodes.validate()
 
-    @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
     @pytest.mark.parametrize(
         ("num_envs", "shape", "match"),
         [
@@ -287,8 +279,8 @@ class TestRefused:
             (3, (3, 2, 2), r"\[3, 2, 2\]"),
         ],
     )
-    def test_wrong_number_of_lanes(self, storage_type, num_envs, shape, match):
-        buffer = ReplayStorage(storage=storage_type(12), writer=writer_of_any_rows(num_envs))
+    def test_wrong_number_of_lanes(self, num_envs, shape, match):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(num_envs))
         buffer.extend(block(num_envs, 2) if num_envs > 1 else block(2))
         data = block(3, 2).unsqueeze(-1).expand(shape) if len(shape) == 3 else block(*shape)
         self.check(buffer, lambda: buffer.extend(data), ValueError, match)
@@ -321,9 +313,8 @@ class TestRefused:
         data = block(2, 2)
         self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lane")
 
-    @pytest.mark.parametrize("storage_type", [PackedStorage, LazyTensorStorage])
-    def test_without_done(self, storage_type):
-        buffer = ReplayStorage(storage=storage_type(12), writer=writer_of_any_rows())
+    def test_without_done(self):
+        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows())
         buffer.extend(block(2))
         data = block(2).exclude(("next", "done"))
         self.check(buffer, lambda: buffer.extend(data), KeyError, r"done[\s\S]*observation")
@@ -387,10 +378,6 @@ class TestRefused:
                 writer=EpisodeWriter(track_generations=True),
             )
         assert not list(tmp_path.iterdir())
-
-    def test_storages_of_more_dimensions(self):
-        with pytest.raises(ValueError, match=r"ndim=1.*num_envs"):
-            ReplayStorage(storage=LazyTensorStorage(12, ndim=2), writer=writer_of_any_rows(3))
 
 
 @pytest.mark.parametrize("copied", [lambda made: made, copy.deepcopy, reloaded])

@@ -158,7 +158,13 @@ def new_folder() -> Path:
 
 
 def assemble(
-    size: int = 64, lanes: int = 1, *, place: str = "memory", seed: int = 0, **parts: Any
+    size: int = 64,
+    lanes: int = 1,
+    *,
+    place: str = "memory",
+    seed: int = 0,
+    buffer: Any = library.ReplayStorage,
+    **parts: Any,
 ) -> Any:
     """Makes a storage of parts.
 
@@ -167,18 +173,22 @@ def assemble(
         lanes: number of environments.
         place: one of `PLACES`.
         seed: of the generator.
-        **parts: sampler, transform (several as a list), sample_unit, ...
+        buffer: the class that puts them together.
+        **parts: sampler, transform (several as a list), sample_unit, ...; also storage and writer.
     """
     os.environ[SETTING] = "torch" if place == "device" else "numba"
     if isinstance(transforms := parts.get("transform"), list):
         parts["transform"] = Compose(*transforms)
     path = new_folder() / "rows" if place == "directory" else None
     writer = {key: parts.pop(key) for key in ("on_gap", "keys") if key in parts}
-    return library.ReplayStorage(
-        storage=library.PackedStorage(size, scratch_dir=path),
-        writer=library.EpisodeWriter(lanes, **writer),
-        generator=torch.Generator().manual_seed(seed),
-        **{"batch_size": 32, **parts},
+    return buffer(
+        **{
+            "storage": library.PackedStorage(size, scratch_dir=path),
+            "writer": library.EpisodeWriter(lanes, **writer),
+            "generator": torch.Generator().manual_seed(seed),
+            "batch_size": 32,
+            **parts,
+        }
     )
 
 

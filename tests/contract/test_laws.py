@@ -68,7 +68,6 @@ class TestUniform:
             assert set(lanes.of(storage.sample(200))) == set(lanes.live())
 
 
-@pytest.mark.xfail(reason="rows are drawn with replacement only", strict=True, raises=TypeError)
 @pytest.mark.requirement("uniform-ring")
 class TestEpochs:
     @pytest.mark.parametrize("batch_size", [1, 4, 16])

@@ -12,7 +12,6 @@ from contract.make import library, make_of
 from gymnasium import spaces
 from in_pairs import in_pairs
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage
 
 FRAMES = 3
 LENGTHS = (2, 3, 5)
@@ -157,21 +156,15 @@ def collected(number, num_steps, num_envs, done=False):
 
 
 @in_pairs(
-    # TorchRL's own storages in files start empty.
-    kind=[
-        *((way, library.PackedStorage) for way in WAYS),
-        *((way, LazyTensorStorage) for way in ("dump", "state dict", "pickle")),
-    ],
+    way=[*WAYS],
     num_envs=[1, 3],
     is_flat=[False, True],
     is_new=[True, False],
     on_gap=["cut", "ignore"],
 )
-def test_a_collector_after_a_resume(kind, num_envs, is_flat, is_new, on_gap, tmp_path):
-    way, rows = kind
-
+def test_a_collector_after_a_resume(way, num_envs, is_flat, is_new, on_gap, tmp_path):
     def again(path):
-        storage = library.PackedStorage(60, scratch_dir=path) if path else rows(60)
+        storage = library.PackedStorage(60, scratch_dir=path)
         writer = library.EpisodeWriter(num_envs, on_gap=on_gap)
         return library.ReplayStorage(storage=storage, writer=writer)
 

@@ -25,7 +25,7 @@ from torchrl.data import (
     Writer,
 )
 from torchrl.data.replay_buffers.sample_units import SampleUnit
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler, Sampler
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs.transforms import Transform
 
@@ -51,10 +51,17 @@ from trl_storages.replay.saving import (
 )
 from trl_storages.ring import EpisodeIndex, Lanes, episodes_of
 from trl_storages.rows import PackedStorage, RowView, check_writable
-from trl_storages.samplers import GoalStrategy, UniformSampler, layers_of, prioritized_of
+from trl_storages.sample_units import EpisodeSequence
+from trl_storages.samplers import (
+    GoalStrategy,
+    UniformSampler,
+    layers_of,
+    own_sampler,
+    prioritized_of,
+)
 from trl_storages.saved.files import NewState, read_state
-from trl_storages.stock_parts import check_part, mark_stored_rows
-from trl_storages.transforms import parts_of, transform_batch
+from trl_storages.stock_parts import refuse_stock
+from trl_storages.transforms import check_transforms, parts_of, transform_batch
 from trl_storages.writing import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -76,9 +83,9 @@ class ReplayStorage(
 
     Args:
         storage: holds the rows, ndim 1.
-        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's own
-            single-row samplers work with unequally filled lanes, or raise when they draw; those of
-            slices and those that consume rows are refused.
+        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
+            `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
+            one of your own must return slots of live rows.
         writer: tracks the episodes; None is `EpisodeWriter()`, for one environment.
         transform: applied to each batch.
         recorder: turns the steps of a gymnasium loop into transitions, for `record`; None expects no
@@ -97,8 +104,8 @@ class ReplayStorage(
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
     Raises:
-        ValueError: the writer does not fit the storage, a TorchRL sampler or sample unit can't work with
-            its lanes, or a stateful part belongs to another storage.
+        TypeError: a part is TorchRL's own and knows no episodes; the message names the one to use.
+        ValueError: the writer does not fit the storage, or a stateful part belongs to another storage.
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
@@ -111,8 +118,6 @@ class ReplayStorage(
     torch.Size([3, 1])
     """
 
-    #: Tells the writer that samplers see live rows only, whatever the fill of each lane.
-    draws_live_rows = True
     # Set by TorchRL's constructor.
     shared = False
     priority_key: NestedKey = "td_error"
@@ -174,20 +179,17 @@ class ReplayStorage(
     ) -> None:
         # The metaclass has seen to them.
         del service_backend, service_backend_options
-        for name, part, kind in (
-            ("storage", storage, Storage),
-            ("sampler", sampler, Sampler),
-            ("writer", writer, Writer),
-            ("transform", transform, Transform),
-        ):
-            if not callable(part) and (part is not None or kind is Storage):
-                arguments.instance(name, part, kind)
+        if not callable(transform):
+            arguments.optional(arguments.instance, "transform", transform, Transform)
+        check_transforms(transform)
+        refuse_stock(sample_unit)
+        arguments.optional(arguments.instance, "sample_unit", sample_unit, EpisodeSequence)
         arguments.optional(arguments.instance, "recorder", recorder, GymRecorder)
         registry.check_own_parts(storage, sampler=sampler, writer=writer, recorder=recorder)
         super().__init__(
-            storage=storage,
-            sampler=UniformSampler() if sampler is None else sampler,
-            writer=EpisodeWriter() if writer is None else writer,
+            storage=_made("storage", storage, Storage),
+            sampler=UniformSampler() if sampler is None else _made("sampler", sampler, Sampler),
+            writer=EpisodeWriter() if writer is None else _made("writer", writer, Writer),
             transform=transform,
             sample_unit=sample_unit,
             batch_size=arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1),
@@ -202,7 +204,9 @@ class ReplayStorage(
             delayed_init=False,
             transport=transport or "auto",
         )
-        self._recorder = recorder or GymRecorder(getattr(self._writer, "num_envs", 1))
+        check_transforms(self._transform)
+        self._storage.is_replayed = True
+        self._recorder = recorder or GymRecorder(self._writer.num_envs)
         self._collates = collate_fn is not None
         self._known_rows = KnownRows()
         # The samplers and transforms of the last draw, if they fit whatever their settings are.
@@ -373,8 +377,6 @@ class ReplayStorage(
                 Nothing is written then.
         """
         update_priority = arguments.optional(arguments.flag, "update_priority", update_priority)
-        if not isinstance(self._writer, EpisodeWriter):
-            return super().extend(tensordicts, update_priority=update_priority)
         steps = self._steps(tensordicts)
         put = partial(self._writer.extend, lanes=lanes)
         return incoming.write(self, put, steps, has_priority=update_priority is not False)
@@ -391,8 +393,6 @@ class ReplayStorage(
         Raises:
             ValueError, KeyError: the step does not fit. Nothing is written then.
         """
-        if not isinstance(self._writer, EpisodeWriter):
-            return super().add(data)
         return incoming.write(self, self._writer.add, arguments.steps("data", data))
 
     def record(
@@ -469,7 +469,7 @@ class ReplayStorage(
                 f"a storage that is shared can't draw ahead, got prefetch={self._prefetch}; leave it out."
             )
         # TorchRL's constructor calls this before there is anything to share.
-        if shared and self.initialized and isinstance(self._writer, EpisodeWriter):
+        if shared and self.initialized:
             self._writer.share_memory_()
             self._known_rows = KnownRows(self.episodes)
         super().share(shared)
@@ -553,8 +553,6 @@ class ReplayStorage(
         if (sampler := prioritized_of(self._sampler)) is not None:
             sampler.attach(self._storage)
             sampler.catch_up(self._storage)
-        elif not mark_stored_rows(layers_of(self._sampler)[-1], self._storage):
-            super()._initialize_prioritized_sampler()
 
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
@@ -580,9 +578,6 @@ class ReplayStorage(
         if priority is not None:
             priority = arguments.values("priority", priority)
         if (sampler := prioritized_of(self._sampler)) is None:
-            if priority is not None and isinstance(self._sampler, PrioritizedSampler):
-                data = data.copy().set(self.priority_key, priority)
-            super().update_tensordict_priority(data)
             return
         num_steps = 1 if self._sample_unit is None else self._sample_unit.num_steps
         drawn = drawn_priorities(data, self.priority_key, priority, sampler.reduction, num_steps)
@@ -627,6 +622,7 @@ class ReplayStorage(
         if not callable(transform):
             what = "a TorchRL transform, or a function of a batch"
             arguments.instance("transform", transform, Transform, what=what)
+        check_transforms(transform)
         # A batch that is drawn meanwhile must not see the transforms half changed.
         with self._replay_lock:
             return super().append_transform(transform, invert=arguments.flag("invert", invert))
@@ -644,6 +640,7 @@ class ReplayStorage(
         """
         index = arguments.integer("index", index, at_most=len(self._transform))
         arguments.instance("transform", transform, Transform, what="a TorchRL transform")
+        check_transforms(transform)
         with self._replay_lock:
             return super().insert_transform(
                 index, transform, invert=arguments.flag("invert", invert)
@@ -658,12 +655,11 @@ class ReplayStorage(
             the previous sampler.
 
         Raises:
-            ValueError: it is a TorchRL sampler that can't draw from these lanes, or holds the priorities
-                of another storage. Nothing is changed then.
+            TypeError: it is a sampler of TorchRL's that has no equal here. Nothing is changed then.
+            ValueError: it holds the priorities of another storage. Nothing is changed then.
         """
         arguments.instance("sampler", sampler, Sampler, what="a sampler, such as PERSampler")
-        if isinstance(self._writer, EpisodeWriter):
-            check_part(sampler, self._writer.num_envs)
+        sampler = own_sampler(sampler)
         registry.check_own_parts(self._storage, sampler=sampler)
         leaves, comes = prioritized_of(self._sampler), prioritized_of(sampler)
         with self._replay_lock, self._write_lock:
@@ -953,8 +949,7 @@ class ReplayStorage(
         """
         progress = arguments.flag("progress", progress)
         self.episodes.validate()
-        if isinstance(self._writer, EpisodeWriter):
-            self._writer.validate()
+        self._writer.validate()
         if (sampler := prioritized_of(self._sampler)) is not None:
             if self.shared:
                 self._known_rows.tell(self._sampler, self.episodes)
@@ -967,3 +962,14 @@ class ReplayStorage(
         parts += list(self._transform) if len(self._transform) else []
         lines = "".join(f"\n    {part}," for part in parts)
         return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+
+def _made(name: str, part: Any, kind: type) -> Any:
+    """Returns a part, or what a function makes; raises if it is TorchRL's and knows no episodes."""
+    if not isinstance(part, kind) and callable(part):
+        part = part()
+    arguments.instance(name, part, kind)
+    if kind is Sampler:
+        return own_sampler(part)
+    refuse_stock(part)
+    return part

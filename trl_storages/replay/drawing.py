@@ -14,8 +14,7 @@ from trl_storages import keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.kernels.memory import on_device
 from trl_storages.rows import RowView, stored_fields
-from trl_storages.samplers import layers_of, prioritized_of
-from trl_storages.stock_parts import draw
+from trl_storages.samplers import check_live, layers_of, prioritized_of
 from trl_storages.transforms import ReplayTransform, parts_of
 
 __all__ = ["draw_rows"]
@@ -48,12 +47,11 @@ def draw_rows(storage: Any, batch_size: int) -> tuple[RowView, dict[str, Any]]:
     if sampler._rng is not storage._rng:
         # Another storage shares this sampler.
         sampler._rng = storage._rng
-    index, info = draw(sampler, rows, batch_size)
-    if isinstance(index, tuple):
-        # TorchRL's slice samplers return one coordinate per dimension; there is one dimension.
-        (index,) = index
-    if storage._sample_unit is not None:
-        index, info = storage._sample_unit.expand(index, info, rows)
+    index, info = sampler.sample(rows, batch_size)
+    check_live(sampler, index, batch_size, rows)
+    if (unit := storage._sample_unit) is not None:
+        index, info = unit.expand(index, info, rows)
+        check_live(unit, index, len(index), rows)
     info[keys.INDEX] = index
     if storage._writer._track_generations:
         info["index_generation"] = storage._writer.generations_of(index)

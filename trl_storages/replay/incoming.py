@@ -15,6 +15,7 @@ from torchrl.envs.transforms import Transform
 
 from trl_storages.ring import EpisodeIndex
 from trl_storages.samplers import prioritized_of
+from trl_storages.stock_parts import refuse_stock
 from trl_storages.transforms import ReplayTransform, parts_of
 
 __all__ = ["KnownRows", "record", "write"]
@@ -82,11 +83,11 @@ def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
 
 
 def _may_have_inverse(transform: Transform) -> bool:
-    # A loop, as a generator takes longer.
-    for part in parts_of(transform):  # noqa: SIM110
-        if not isinstance(part, ReplayTransform):
-            return True
-    return False
+    others = [part for part in parts_of(transform) if not isinstance(part, ReplayTransform)]
+    for part in others:
+        # Of those that the storage was not told of, as by storage.transform.append().
+        refuse_stock(part)
+    return bool(others)
 
 
 class KnownRows:

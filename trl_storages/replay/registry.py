@@ -49,7 +49,9 @@ def check_own_parts(rows: Any, **parts: Any) -> None:
 
 def _has_state(part: Any) -> bool:
     """Whether a part keeps more than settings, unlike uniform samplers and most that wrap others."""
-    return not isinstance(part, RandomSampler | None) and bool(getattr(part, "_counts", True))
+    if part is None or (isinstance(part, RandomSampler) and not part.state_dict()):
+        return False
+    return bool(getattr(part, "_counts", True))
 
 
 def _make_anew() -> None:

@@ -13,16 +13,9 @@ import torch
 from torchrl.envs.transforms import Transform
 
 from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import (
-    Moved,
-    PackedStorage,
-    StockRows,
-    check_writable,
-    rows_part,
-)
-from trl_storages.samplers import prioritized_of
+from trl_storages.rows import Moved, check_writable
+from trl_storages.samplers import UniformSampler, layers_of, prioritized_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
-from trl_storages.writing import EpisodeWriter, num_slots
 
 __all__ = [
     "load_state",
@@ -40,7 +33,7 @@ def _parts(storage: Any) -> dict[str, SavedPart]:
     """Returns the parts of a `ReplayStorage` by name, in the order in which their states are loaded."""
     # Rows first: they are the ones that may run out of memory or disk space.
     return {
-        "_storage": rows_part(storage._storage),
+        "_storage": storage._storage,
         "_sampler": as_part(storage._sampler),
         "_writer": as_part(storage._writer),
         "_transforms": _Transforms(storage._transform),
@@ -71,20 +64,13 @@ def _check_state(storage: Any, state: Any) -> dict[str, Any]:
     """
     parts = _parts(storage)
     saved = SavedState(state, _WHAT, sorted({*parts, *_VALUES}))
-    index, fitted = None, state
-    if isinstance(storage._writer, EpisodeWriter):
-        # First, as the other parts differ too if the storage is of another size.
-        index = storage._writer.read_state(saved["_writer"])
+    # First, as the other parts differ too if the storage is of another size.
+    index = storage._writer.read_state(saved["_writer"])
     for name in ("_sampler", "_transforms", "_recorder"):
         parts[name].check_state(saved[name])
-    if index is not None:
-        if isinstance(storage._storage, PackedStorage) and isinstance(saved["_storage"], Mapping):
-            fitted = _fitted(storage, state, index)
-        parts["_storage"].check_state(fitted["_storage"])
-        _check_together(storage, saved, fitted["_storage"], index)
-    else:
-        parts["_writer"].check_state(saved["_writer"])
-        parts["_storage"].check_state(saved["_storage"])
+    fitted = _fitted(storage, state, index) if isinstance(saved["_storage"], Mapping) else state
+    parts["_storage"].check_state(fitted["_storage"])
+    _check_together(storage, saved, fitted["_storage"], index)
     if saved["_batch_size"] is not None:
         saved.integer("_batch_size", 1)
     read_generator(saved["_rng"])
@@ -126,22 +112,26 @@ def _check_together(
     storage: Any, saved: SavedState, saved_rows: dict[str, Any], index: EpisodeIndex
 ) -> None:
     """Checks that rows and priorities match the saved episode index."""
-    writer, rows, live = storage._writer, rows_part(storage._storage), index.live_slots()
-    if isinstance(rows, PackedStorage | StockRows):
-        num_rows = num_slots(storage._storage, index)
-        if saved["_storage"]["_len"] != num_rows:
-            must = f"of {num_rows} rows, as the index says"
-            raise saved.error("_storage", must, saved["_storage"]["_len"])
-        done = rows.read_state(saved_rows).get(writer.done_key)
-        if done is not None and len(live):
-            flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
-            if len(others := live[flags != index.is_end(live)]):
-                must = f"of the rows, whose {writer.done_key!r} ends episodes"
-                got = f"another in the slots {others[:5].tolist()}"
-                raise saved.error("_writer", must, got)
+    writer, live = storage._writer, index.live_slots()
+    if saved["_storage"]["_len"] != len(index):
+        must = f"of {len(index)} rows, as the index says"
+        raise saved.error("_storage", must, saved["_storage"]["_len"])
+    done = storage._storage.read_state(saved_rows).get(writer.done_key)
+    if done is not None and len(live):
+        flags = done.reshape(len(done), -1)[live.to(done.device), 0].cpu()
+        if len(others := live[flags != index.is_end(live)]):
+            must = f"of the rows, whose {writer.done_key!r} ends episodes"
+            got = f"another in the slots {others[:5].tolist()}"
+            raise saved.error("_writer", must, got)
     prioritized, state = prioritized_of(storage._sampler), saved["_sampler"]
     while "base" in state:
         state = state["base"]
+    if isinstance(layers_of(storage._sampler)[-1], UniformSampler) and "left" in state:
+        lane, step = state["left"].cpu().unbind(1)
+        if not bool((lane < index.num_envs).all()) or bool(
+            (step >= index.num_steps_written[lane]).any()
+        ):
+            raise saved.error("_sampler", "of an epoch over the rows", "rows that were not written")
     if prioritized:
         # A directory has spare slots.
         size = index.num_slots if index.spare_steps else state["max_capacity"]

@@ -9,7 +9,6 @@ from trl_storages.rows.row_view import RowView
 from trl_storages.rows.saved_rows import Moved
 from trl_storages.rows.stacks import Evicted, Stacks
 from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
-from trl_storages.rows.stock_rows import StockRows, rows_part
 from trl_storages.rows.views import nest
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "RowView",
     "Stacks",
     "StepBlock",
-    "StockRows",
     "StoredFields",
     "Structure",
     "as_array",
@@ -33,7 +31,6 @@ __all__ = [
     "pairs_of",
     "read_fields",
     "rows_of_flags",
-    "rows_part",
     "stacked_observations",
     "stage",
     "stored_fields",

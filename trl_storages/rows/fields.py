@@ -1,4 +1,4 @@
-"""Reads the fields of rows, from a `PackedStorage` or one of TorchRL's own storages.
+"""Reads the fields of rows of a `PackedStorage`.
 
 Letters: B samples, N rows.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl.data import TensorStorage
 
 from trl_storages._torchrl import set_entry
 from trl_storages.kernels.memory import on_device
@@ -67,10 +66,7 @@ class StoredFields(dict[NestedKey, torch.Tensor]):
 
     def names(self) -> tuple[NestedKey, ...]:
         """Returns the keys of all fields, gathered or not."""
-        storage = self.storage
-        if isinstance(storage, PackedStorage):
-            return storage.layout.keys  # type: ignore[union-attr]
-        return _names_of(storage._storage)
+        return self.storage.layout.keys
 
     def follow(self, slots: torch.Tensor) -> None:
         """Takes the entries under `next` from other rows from now on, `[*B]` int64."""
@@ -135,11 +131,11 @@ class _WholeRows(StoredFields):
 
 
 class SingleFields(StoredFields):
-    """Rows of any storage, gathered field by field."""
+    """Rows gathered field by field."""
 
     def __missing__(self, key: NestedKey) -> torch.Tensor:
         keys, storage = [key], self.storage
-        if isinstance(storage, PackedStorage) and key in (stacks := storage.layout.stacks):  # type: ignore[union-attr]
+        if key in (stacks := storage.layout.stacks):
             # A stack shares all frames but one with its twin under `next`.
             root = unravel_key(key[1:]) if key[0] == "next" else key
             keys = [it for it in (root, next_key(root)) if it in stacks]
@@ -158,7 +154,7 @@ class SingleFields(StoredFields):
 
 
 class BatchedFields(StoredFields):
-    """Rows as the batch that a TorchRL storage, or the user's collate function, makes of them.
+    """Rows as the batch that the storage, or the user's collate function, makes of them.
 
     Attributes:
         collate: turns what the storage returns into a batch; None leaves it as it is.
@@ -219,17 +215,19 @@ class FollowingFields(SingleFields):
 
 
 def stored_fields(
-    storage: Any, slots: torch.Tensor, collate: Callable[[Any], TensorDictBase] | None = None
+    storage: PackedStorage,
+    slots: torch.Tensor,
+    collate: Callable[[Any], TensorDictBase] | None = None,
 ) -> StoredFields:
     """Returns the fields of rows.
 
     Args:
-        storage: a `PackedStorage`, or one of TorchRL's storages of tensors.
+        storage: holds the rows.
         slots: int64 of shape B on its device.
         collate: turns what the storage returns into a batch; None leaves it as it is.
     """
     device = getattr(storage, "out_device", None) or storage.device
-    if collate is not None or not isinstance(storage, PackedStorage):
+    if collate is not None:
         rows = BatchedFields(storage, slots, device)
         rows.collate = collate
         return rows
@@ -240,16 +238,16 @@ def stored_fields(
 
 
 def read_fields(
-    storage: TensorStorage,
+    storage: PackedStorage,
     index: torch.Tensor,
     keys: Collection[NestedKey],
     device: torch.device | None = None,
     following: torch.Tensor | None = None,
 ) -> dict[NestedKey, torch.Tensor]:
-    """Gathers some fields of a storage, whether its rows are packed or TorchRL's own.
+    """Gathers some fields of a storage.
 
     Args:
-        storage: a `PackedStorage`, `LazyTensorStorage` or `LazyMemmapStorage` that holds a TensorDict.
+        storage: holds the rows.
         index: int64 slots of any shape B.
         keys: the fields.
         device: where they are sent; None leaves them on the storage's.
@@ -261,17 +259,7 @@ def read_fields(
     Raises:
         KeyError: no such field; the message lists the existing ones.
     """
-    found: dict[NestedKey, torch.Tensor] = {}
-    if isinstance(storage, PackedStorage):
-        found = storage.read(index, keys, following)
-    else:
-        data: TensorDictBase = storage._storage
-        for key in keys:
-            column = data.get(key, None)
-            if column is None:
-                raise _no_field(key, data)
-            picked = column.index_select(0, index.reshape(-1))
-            found[key] = picked.view(index.shape + column.shape[1:])
+    found = storage.read(index, keys, following)
     if device is not None and device != index.device:
         found = {key: on_device(field, device) for key, field in found.items()}
     return found

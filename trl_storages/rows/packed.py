@@ -102,6 +102,8 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
     files: RowFiles | None = None
     #: How many steps a lane can be written while they are compared with the rows before them.
     most_compared = 0
+    #: Whether it is the storage of a `ReplayStorage`, whose transforms see what the sampler drew.
+    is_replayed = False
     # TorchRL counts here how often slots were written, if a writer tracks it.
     _slot_generations: torch.Tensor | None = None
 

@@ -3,7 +3,9 @@
 from trl_storages.samplers.base import (
     UniformSampler,
     WrappingSampler,
+    check_live,
     layers_of,
+    own_sampler,
     progress_of_draws,
     resume_draws,
 )
@@ -23,8 +25,10 @@ __all__ = [
     "UniformSampler",
     "WindowSampler",
     "WrappingSampler",
+    "check_live",
     "check_strategy",
     "layers_of",
+    "own_sampler",
     "prioritized_of",
     "progress_of_draws",
     "resume_draws",

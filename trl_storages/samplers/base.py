@@ -10,21 +10,25 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torchrl.data import RandomSampler, Storage
+from torchrl.data import RandomSampler, SamplerWithoutReplacement, Storage
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.attributes import Setting, Strict
 from trl_storages.functional.draws import random_noise
+from trl_storages.kernels.memory import on_device
 from trl_storages.ring import EpisodeIndex, episodes_of
 from trl_storages.saved.parts import SavedPart, SavedState, as_part
-from trl_storages.stock_parts import checked_draw
+from trl_storages.stock_parts import refuse_stock
 
 __all__ = [
     "Drawn",
     "UniformSampler",
     "WrappingSampler",
+    "check_live",
+    "checked_draw",
     "layers_of",
+    "own_sampler",
     "progress_of_draws",
     "resume_draws",
 ]
@@ -33,20 +37,80 @@ __all__ = [
 Drawn = tuple[torch.Tensor, dict[str, Any]]
 
 
+def checked_draw(storage: Any, batch_size: int) -> tuple[int, EpisodeIndex]:
+    """Checks that a storage has rows to draw; returns B and its episode index.
+
+    Raises:
+        RuntimeError: the storage is empty, or no `EpisodeWriter` writes to it.
+        ValueError: B is below 1.
+    """
+    episodes = episodes_of(storage)
+    if not len(episodes):
+        raise RuntimeError(
+            "the storage is empty: write transitions with record(), add() or extend() before sampling."
+        )
+    return arguments.integer("batch_size", batch_size, at_least=1), episodes
+
+
+def check_live(part: Any, index: Any, num_rows: int, storage: Any) -> None:
+    """Checks that a part that is not of this package gave slots of stored rows.
+
+    Args:
+        part: the sampler or sample unit.
+        index: what it gave.
+        num_rows: how many slots are wanted.
+        storage: holds the rows and their episode index.
+
+    Raises:
+        TypeError: it is no tensor of int64.
+        ValueError: they are fewer or more.
+        RuntimeError: one of them holds no row.
+    """
+    if type(part).__module__.startswith("trl_storages."):
+        return
+    name, episodes = type(part).__name__, episodes_of(storage)
+    if not isinstance(index, torch.Tensor) or index.dtype is not torch.int64:
+        raise TypeError(f"{name} must give slots, a tensor of int64, got {index!r}.")
+    if index.shape != (num_rows,):
+        raise ValueError(f"{name} must give slots [{num_rows}], got {list(index.shape)}.")
+    is_live = episodes.is_live(on_device(index, episodes.device))
+    if not bool(is_live.all()):
+        raise RuntimeError(
+            f"{name} must give slots of stored rows, as in storage.episodes.live_slots(), got "
+            f"{index[~is_live.to(index.device)][:5].tolist()}, which hold none."
+        )
+
+
 class UniformSampler(SavedPart, Strict, RandomSampler):  # type: ignore[misc]
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
-    TorchRL's `RandomSampler` draws slots below the length of the storage, which is wrong while the lanes
-    of a ring are filled unequally. Without an episode index the two are identical.
+    Args:
+        without_replacement: whether to go through the rows in epochs, in random order: each row that is
+            live when an epoch begins is drawn once, unless it is evicted before. The last batch of an
+            epoch is completed by rows of the next, and an iteration over the storage (`for batch in
+            storage`) ends with it.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
     >>> ReplayStorage(storage=PackedStorage(100)).sampler
     UniformSampler()
     """
 
+    # Lane and step of the rows that are left of the epoch, on the host.
+    _left: torch.Tensor
+
+    def __init__(self, without_replacement: bool = False) -> None:
+        super().__init__()
+        self._is_by_epoch = arguments.flag("without_replacement", without_replacement)
+        self._empty()
+
+    @property
+    def without_replacement(self) -> bool:
+        """Whether rows are drawn in epochs."""
+        return self._is_by_epoch
+
     # `storage` is Any, as TorchRL's type has no `episodes` and users' subclasses inherit the annotation.
     def sample(self, storage: Any, batch_size: int) -> Drawn:
-        """Draws rows with replacement.
+        """Draws rows.
 
         Args:
             storage: holds the rows and their episode index.
@@ -59,8 +123,8 @@ class UniformSampler(SavedPart, Strict, RandomSampler):  # type: ignore[misc]
             RuntimeError: the storage is empty.
         """
         batch_size, episodes = checked_draw(storage, batch_size)
-        if episodes is None:
-            return super().sample(storage, batch_size)
+        if self._is_by_epoch:
+            return self._go_on(episodes, batch_size), {}
         return self._draw(episodes, batch_size)
 
     def sample_window(self, storage: Storage, batch_size: int, window: torch.Tensor) -> Drawn:
@@ -77,12 +141,13 @@ class UniformSampler(SavedPart, Strict, RandomSampler):  # type: ignore[misc]
 
         Raises:
             RuntimeError: the storage is empty, or has no episode index.
+            ValueError: the sampler draws without replacement.
         """
         arguments.tensor("window", window, dtype=torch.int64)
+        if self._is_by_epoch:
+            raise ValueError("UniformSampler(without_replacement=True) draws from all rows only.")
         batch_size, episodes = checked_draw(storage, batch_size)
-        return self._draw(
-            episodes_of(storage) if episodes is None else episodes, batch_size, window
-        )
+        return self._draw(episodes, batch_size, window)
 
     def _draw(
         self, episodes: EpisodeIndex, batch_size: int, window: torch.Tensor | None = None
@@ -90,16 +155,84 @@ class UniformSampler(SavedPart, Strict, RandomSampler):  # type: ignore[misc]
         noise = random_noise(batch_size, generator=self._rng, device=episodes.device)
         return episodes.ring.draw(noise, window), {}
 
+    # Epochs
+
+    def _go_on(self, episodes: EpisodeIndex, batch_size: int) -> torch.Tensor:
+        """Draws the next rows of the epoch, and of another one where they are not enough."""
+        tails, left, room = torch.from_numpy(episodes.host_tails), self._left, batch_size
+        found: list[torch.Tensor] = []
+        has_run_out = False
+        while room:
+            if not len(left):
+                has_run_out = len(found) > 0
+                left = self._new_epoch(episodes)
+            first, left = left[:room], left[room:]
+            # Rows may have been evicted since the epoch began.
+            first = first[first[:, 1] >= tails[first[:, 0]]]
+            room -= len(first)
+            found += [first] if len(first) else []
+        self._left, self._has_run_out = left, has_run_out or not len(left)
+        rows = on_device(torch.cat(found), episodes.device)
+        return episodes.ring.slots_at(rows[:, 1], rows[:, 0])
+
+    def _new_epoch(self, episodes: EpisodeIndex) -> torch.Tensor:
+        """Returns lane and step of all live rows in random order, `[N, 2]` int64 on the host."""
+        bounds = zip(episodes.host_tails.tolist(), episodes.host_steps.tolist(), strict=True)
+        steps = [torch.arange(tail, cursor) for tail, cursor in bounds]
+        lanes = [torch.full_like(step, lane) for lane, step in enumerate(steps)]
+        rows = torch.stack([torch.cat(lanes), torch.cat(steps)], 1)
+        noise = random_noise(len(rows), generator=self._rng, device=episodes.device)
+        return rows[noise.argsort(stable=True).cpu()]
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw ended an epoch."""
+        return self._has_run_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._has_run_out = value
+
+    def _empty(self) -> None:
+        self._left, self._has_run_out = torch.zeros(0, 2, dtype=torch.int64), False
+
+    # State
+
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: the sampler is stateless."""
-        return {}
+        """Returns what is left of the epoch; nothing if rows are drawn with replacement."""
+        return {"left": self._left.clone()} if self._is_by_epoch else {}
 
     def check_state(self, state_dict: Any) -> None:
         """Checks a state; see `SavedPart.check_state`."""
-        SavedState(state_dict, f"the saved {type(self).__name__}", ())
+        names = ("left",) if self._is_by_epoch else ()
+        saved = SavedState(state_dict, f"the saved {type(self).__name__}", names)
+        if self._is_by_epoch:
+            left = saved.tensor("left", torch.int64)
+            if left.ndim != 2 or left.shape[1] != 2 or bool((left < 0).any()):
+                raise saved.error("left", "lanes and steps [n, 2]", list(left.shape))
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Does nothing: the sampler is stateless."""
+        """Loads a state that was checked."""
+        self._empty()
+        if self._is_by_epoch:
+            self._left = state["left"].cpu().clone()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'without_replacement=True' * self._is_by_epoch})"
+
+
+def own_sampler(sampler: Sampler) -> Sampler:
+    """Returns the sampler to use in the place of one of TorchRL's; any other as it is.
+
+    Raises:
+        TypeError: TorchRL's sampler has no equal here.
+    """
+    if type(sampler) is RandomSampler:
+        return UniformSampler()
+    if type(sampler) is SamplerWithoutReplacement and sampler.shuffle and not sampler.drop_last:
+        return UniformSampler(without_replacement=True)
+    refuse_stock(sampler)
+    return sampler
 
 
 class _OfBase:
@@ -126,6 +259,8 @@ class _Base(Setting[Sampler]):
     """The setting `base`, which the sampler itself checks as well."""
 
     def __set__(self, sampler: WrappingSampler, value: Any) -> None:
+        if isinstance(value, Sampler):
+            value = own_sampler(value)
         sampler._check_base(value)
         super().__set__(sampler, value)
         if (generator := vars(sampler).get("_rng")) is not None:

@@ -16,9 +16,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.attributes import Setting
 from trl_storages.functional.emphasis import window_size
-from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.samplers.base import Drawn, WrappingSampler
-from trl_storages.stock_parts import checked_draw
+from trl_storages.ring import EpisodeIndex
+from trl_storages.samplers.base import Drawn, WrappingSampler, check_live, checked_draw
 
 __all__ = ["ERESampler", "WindowSampler"]
 
@@ -183,12 +182,12 @@ class ERESampler(WrappingSampler):
             RuntimeError: the storage is empty, or has no episode index.
         """
         batch_size, episodes = checked_draw(storage, batch_size)
-        if episodes is None:
-            episodes = episodes_of(storage)  # raises
         if not self._counts["num_updates"]:
             self._begin_next_phase()
         self._counts["update"] += 1
-        return self.base.sample_window(storage, batch_size, self.window(episodes))
+        index, info = self.base.sample_window(storage, batch_size, self.window(episodes))
+        check_live(self.base, index, batch_size, storage)
+        return index, info
 
     # TorchRL notifies of each write twice, through the container and the writer; the second time a
     # new phase has all its updates left, so nothing changes.

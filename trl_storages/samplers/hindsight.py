@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from tensordict import NestedKey
-from torchrl.data import SliceSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
@@ -24,9 +23,8 @@ from trl_storages.functional.draws import (
     random_noise,
 )
 from trl_storages.kernels.memory import on_device
-from trl_storages.ring import GOAL_KINDS, episodes_of
-from trl_storages.samplers.base import Drawn, WrappingSampler, layers_of
-from trl_storages.stock_parts import draw
+from trl_storages.ring import GOAL_KINDS
+from trl_storages.samplers.base import Drawn, WrappingSampler, check_live, checked_draw, layers_of
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
 
@@ -71,8 +69,7 @@ class HERSampler(WrappingSampler):
 
     The sampler only draws goal rows. A `ReplayStorage` refuses to sample unless one of its transforms
     writes the goals, as `GoalRelabel` does; a custom transform declares this by `uses_goals = True`.
-    TorchRL's own replay buffers can't pass the storage to a transform; there the batch stays as stored,
-    with `goal_index` and `her_mask` as drawn.
+    TorchRL's own replay buffers can't hand them to a transform, so there it raises.
 
     Args:
         strategy: where goals come from: a name in any case, an enum member, or a mixture of names.
@@ -84,7 +81,7 @@ class HERSampler(WrappingSampler):
     Raises:
         ValueError: the strategy is unknown, the shares of a mixture do not sum to 1, `num_goals` is
             negative or not whole, `discount` has no effect, or `base` draws the same goal.
-        TypeError: `base` draws slices.
+        TypeError: `base` is a sampler of TorchRL's that has no equal here.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
     Eysenbach et al. 2021, arXiv:2011.08909; for mixtures Park et al. 2025, arXiv:2410.20092.
@@ -128,12 +125,6 @@ class HERSampler(WrappingSampler):
         self._made: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
     def _check_base(self, base: Sampler) -> None:
-        if isinstance(base, SliceSampler):
-            raise TypeError(
-                f"base must draw single transitions, got {type(base).__name__}: each step of a slice "
-                "would get another goal; for sequences with one goal each pass "
-                "sample_unit=EpisodeSequence(...) to the ReplayStorage."
-            )
         for layer in layers_of(base):
             if not isinstance(layer, HERSampler):
                 continue
@@ -177,12 +168,16 @@ class HERSampler(WrappingSampler):
         Raises:
             RuntimeError: the storage is empty, or has no episode index.
         """
-        index, info = draw(self.base, storage, batch_size)
-        episodes = episodes_of(storage)
-        noise = random_noise(int(batch_size), generator=self._rng, device=episodes.device)
-        if index.shape[0] < noise.shape[0]:
-            # Samplers without replacement may return fewer rows at the end of an epoch.
-            noise = noise[: index.shape[0]]
+        batch_size, episodes = checked_draw(storage, batch_size)
+        if not storage.is_replayed:
+            raise RuntimeError(
+                "HERSampler draws goals that a transform of a ReplayStorage must write, got another "
+                "buffer, which hands them to none: use ReplayStorage(storage=..., "
+                "sampler=HERSampler(), transform=GoalRelabel(reward_fn))."
+            )
+        index, info = self.base.sample(storage, batch_size)
+        check_live(self.base, index, batch_size, storage)
+        noise = random_noise(batch_size, generator=self._rng, device=episodes.device)
         names, numbers, shares = self._mixture
         kinds = self._kinds(noise, numbers, shares)
         steps = geometric_steps(noise, self.discount) if "geometric" in names else None

@@ -23,11 +23,10 @@ from trl_storages.functional.draws import random_noise
 from trl_storages.kernels.memory import on_device
 from trl_storages.keys import PRIORITY_STAMP, PRIORITY_WEIGHT
 from trl_storages.priorities import ABSENT, Normalization, PriorityTable, check_priorities
-from trl_storages.ring import episodes_of
-from trl_storages.samplers.base import Drawn, layers_of
+from trl_storages.ring import EpisodeIndex, episodes_of
+from trl_storages.samplers.base import Drawn, checked_draw, layers_of
 from trl_storages.samplers.durable_table import DurableTable
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.stock_parts import checked_draw
 
 __all__ = ["REDUCTIONS", "PERSampler", "WriteOnlySampler", "prioritized_of"]
 
@@ -56,9 +55,9 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
 
     where the minimum over j runs over the batch, or as `normalize` says.
 
-    A drop-in replacement for TorchRL's `PrioritizedSampler`, in any of its replay buffers. It works on
-    any device, without TorchRL's native extension; it keeps raw priorities, so that `alpha` may change
-    at any time, also from 0; and it rejects invalid priorities.
+    Replaces TorchRL's `PrioritizedSampler`, also in TorchRL's buffers over a `PackedStorage` with an
+    `EpisodeWriter`. It works on any device, without TorchRL's native extension; it keeps raw priorities,
+    so that `alpha` may change at any time, also from 0; and it rejects invalid priorities.
 
     **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
     tianshou do; "storage" by the largest over all rows (within an `ERESampler`, over the window), as
@@ -99,14 +98,13 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
 
     >>> from tensordict import TensorDict
-    >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-    >>> buffer = TensorDictReplayBuffer(
-    ...     storage=LazyTensorStorage(100), sampler=PERSampler(100), batch_size=32
-    ... )
-    >>> _ = buffer.extend(TensorDict({"observation": torch.zeros(50, 3)}, [50]))
-    >>> batch = buffer.sample()
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), sampler=PERSampler(100), batch_size=32)
+    >>> done = torch.zeros(50, 1, dtype=torch.bool)
+    >>> _ = storage.extend(TensorDict({"observation": torch.zeros(50), "next": {"done": done}}, [50]))
+    >>> batch = storage.sample()
     >>> batch["td_error"] = torch.rand(32)
-    >>> buffer.update_tensordict_priority(batch)
+    >>> storage.update_tensordict_priority(batch)
     """
 
     live_parameters: ClassVar[tuple[str, ...]] = ("alpha", "beta", "eps", "normalize")
@@ -216,9 +214,7 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
         if self._unanswered == _FORGOTTEN:
             _warn_of_forgotten(storage)
         noise = random_noise(batch_size, generator=self._rng, device=self.device)
-        among: Any = (_num_rows(storage), None)
-        if window is not None:
-            among = window, episodes_of(storage) if episodes is None else episodes  # raises
+        among: Any = (_num_rows(episodes), None) if window is None else (window, episodes)
         normalize = "none" if self._draws_plain_weights else self.normalize
         slots, weight, stamp = self._table.draw(noise, self.beta, *among, normalize=normalize)
         return slots, {PRIORITY_WEIGHT: weight, PRIORITY_STAMP: stamp}
@@ -329,8 +325,7 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
         """
         if storage is None:
             return False
-        if getattr(storage, "episodes", None) is None:
-            arguments.instance("storage", storage, Storage, what="a TorchRL storage")
+        episodes = episodes_of(storage)
         if storage.ndim != 1 or storage.max_size > self._max_capacity:
             raise ValueError(
                 f"PERSampler needs a storage of ndim=1 and at most max_capacity="
@@ -355,17 +350,15 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
             if table.has_rows:
                 self._unanswered = -math.inf
             return table.has_rows
-        if self._table.has_rows or not len(storage):
+        if self._table.has_rows or not len(episodes):
             return False
-        episodes = getattr(storage, "episodes", None)
-        every = torch.arange(len(storage), device=self.device)
-        self._table.write(every if episodes is None else episodes.live_slots())
+        self._table.write(episodes.live_slots())
         return True
 
     def leave(self, storage: Any) -> None:
         """Notes which rows are known, as another sampler replaces this one."""
-        if (episodes := getattr(storage, "episodes", None)) is not None:
-            self._left_at = episodes.num_restarts, episodes.num_steps_written.clone()
+        episodes = episodes_of(storage)
+        self._left_at = episodes.num_restarts, episodes.num_steps_written.clone()
 
     def catch_up(self, storage: Any) -> None:
         """Gives rows that were written while another sampler drew the largest priority.
@@ -375,8 +368,8 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
         before, self._left_at = self._left_at, None
         if self._table.has_rows:
             self.attach(storage)
-        table, episodes = self._table, getattr(storage, "episodes", None)
-        if episodes is None or not table.has_rows or getattr(storage, "reader", None) is not None:
+        table, episodes = self._table, episodes_of(storage)
+        if not table.has_rows or getattr(storage, "reader", None) is not None:
             return
         live, goes_on = episodes.live_slots().cpu(), True
         if before is not None:
@@ -539,9 +532,6 @@ def _not_one_each(name: str, given: torch.Tensor, num_indices: int) -> str:
     )
 
 
-def _num_rows(storage: Storage) -> int | torch.Tensor:
+def _num_rows(episodes: EpisodeIndex) -> int | torch.Tensor:
     """Returns how many rows can be drawn, as a device tensor where the host would have to synchronise."""
-    episodes = getattr(storage, "episodes", None)
-    if episodes is None:
-        return len(storage)
     return len(episodes) if episodes.device.type == "cpu" else episodes.num_rows

@@ -9,9 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torchrl.data import PrioritizedSampler, SamplerWithoutReplacement
 
 from trl_storages import arguments
 from trl_storages.saved.files import NewState, read_state
@@ -193,28 +191,21 @@ def as_part(part: Any) -> SavedPart:
 
 
 class StockPart(SavedPart):
-    """Wraps a TorchRL sampler, writer or storage.
+    """Wraps a sampler of the user's own.
 
     A state is checked by comparing it with the part's current state and loading it into a copy.
 
     Args:
-        part: the sampler, writer or storage.
+        part: the sampler.
     """
 
     def __init__(self, part: Any) -> None:
         self._part = part
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with each tree as an `[N]` tensor of its leaves."""
+        """Returns the state."""
         # Samplers without a state return None.
-        state = self._part.state_dict() or {}
-        for key in self._trees():
-            state[key] = torch.as_tensor(state[key][np.arange(len(state[key]))])
-        return state
-
-    def _trees(self) -> tuple[str, ...]:
-        is_by_priority = isinstance(self._part, PrioritizedSampler)
-        return ("_sum_tree", "_min_tree") if is_by_priority else ()
+        return self._part.state_dict() or {}
 
     def check_state(self, state_dict: Any) -> None:
         """Checks a state; see `SavedPart.check_state`."""
@@ -222,26 +213,16 @@ class StockPart(SavedPart):
         saved = SavedState({} if state_dict is None else state_dict, what, [*own])
         for key, value in own.items():
             _check_like(saved, key, saved[key], value)
-        for key in self._trees():
-            saved.tensor(key, torch.float32, own[key].shape, "the size must be the same")
-            saved.within(key, 0, torch.finfo(torch.float32).max)
         # Shared with the copy, not copied: rows and generator are not part of the state.
         kept = (vars(self._part).get(name) for name in ("_rng", "_storage"))
         trial = copy.deepcopy(self._part, {id(it): it for it in kept if it is not None})
         try:
             StockPart(trial).take_state(copy.deepcopy(state_dict))
-            if isinstance(trial, SamplerWithoutReplacement):
-                _check_slots(trial)
         except Exception as error:  # third-party code may raise anything
             raise ValueError(f"{what} can't be loaded: {error!r}. Nothing was changed.") from error
 
     def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
         """Loads a state that was checked."""
-        state = {**state} if state else {}
-        for key in self._trees():
-            tree = copy.deepcopy(getattr(self._part, key))
-            tree[np.arange(len(tree))] = state[key].cpu().numpy()
-            state[key] = tree
         self._part.load_state_dict(state)
 
 
@@ -266,9 +247,3 @@ def _check_like(saved: SavedState, key: str, value: Any, own: Any) -> None:
             _check_like(inner, name, inner[name], entry)
     elif isinstance(own, Sized) and not isinstance(own, str) and len(value) != len(own):
         raise saved.error(key, f"of size {len(own)}", len(value))
-
-
-def _check_slots(sampler: SamplerWithoutReplacement) -> None:
-    left = sampler._sample_list
-    if left is not None and not bool(((left >= 0) & (left < sampler.len_storage)).all()):
-        raise ValueError(f"slots must be at least 0 and below {sampler.len_storage}, got {left}")

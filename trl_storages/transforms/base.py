@@ -12,8 +12,9 @@ from torchrl.envs.transforms import Compose, Transform
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.rows import RowView
 from trl_storages.saved.parts import SavedState
+from trl_storages.stock_parts import refuse_stock
 
-__all__ = ["ReplayTransform", "parts_of", "transform_batch"]
+__all__ = ["ReplayTransform", "check_transforms", "parts_of", "transform_batch"]
 
 
 class ReplayTransform(Transform):  # type: ignore[misc]
@@ -97,3 +98,9 @@ def parts_of(transform: Transform) -> list[Transform]:
     for part in transform._modules["transforms"]._modules.values():
         parts += parts_of(part) if isinstance(part, Compose) else [part]
     return parts
+
+
+def check_transforms(transform: Any) -> None:
+    """Raises a TypeError if a transform, or a part of it, is one of TorchRL's that would be wrong."""
+    for part in parts_of(transform):
+        refuse_stock(part)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data import TensorStorage
 
+from trl_storages import arguments
 from trl_storages.arguments import counted
-from trl_storages.keys import DONE, MASK, done_beside
-from trl_storages.rows import Layout
+from trl_storages.keys import DONE, MASK
+from trl_storages.rows import Layout, PackedStorage
+from trl_storages.stock_parts import refuse_stock
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
 __all__ = [
     "check_flags",
-    "check_flags_of",
     "check_storage",
     "end_flags",
     "num_steps_of",
@@ -37,27 +37,17 @@ def check_storage(storage: Any, *, tracks_generations: bool) -> None:
         tracks_generations: whether TorchRL is to count how often each slot was written.
 
     Raises:
-        TypeError: it does not hold tensors on a device.
-        ValueError: it has more than one dimension, or rows without an episode index, or is to count
-            generations in a directory.
+        TypeError: it is no `PackedStorage`.
+        ValueError: it has rows without an episode index, or is to count generations in a directory.
     """
-    if not isinstance(storage, TensorStorage) or not isinstance(storage.device, torch.device):
-        raise TypeError(
-            "EpisodeWriter needs a storage of tensors on a device that is known, such as "
-            f"PackedStorage or LazyTensorStorage, got {type(storage).__name__} with device="
-            f"{getattr(storage, 'device', None)!r}."
-        )
-    if storage.ndim != 1:
-        raise ValueError(
-            f"EpisodeWriter needs a storage of ndim=1, got ndim={storage.ndim}: lanes are "
-            "interleaved in one dimension; pass num_envs to the writer instead."
-        )
-    if getattr(storage, "episodes", None) is None and len(storage):
+    refuse_stock(storage)
+    arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+    if storage.episodes is None and len(storage):
         raise ValueError(
             f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
             "without episodes: make an empty storage, and extend the buffer with the rows."
         )
-    if tracks_generations and getattr(storage, "is_durable", False):
+    if tracks_generations and storage.is_durable:
         raise ValueError(
             f"track_generations=True needs rows in memory, got rows in {storage.scratch_dir}: leave it "
             "out. Priorities that come late for a row are recognised without it."
@@ -169,16 +159,6 @@ def check_flags(layout: Layout, rows: NewRows) -> None:
     """
     if (amiss := rows.first_violation(layout.implied)) >= 0:
         raise _no_end(*(layout.keys[place] for place in layout.implied[amiss]))
-
-
-def check_flags_of(entries: Mapping[NestedKey, torch.Tensor]) -> None:
-    """Checks the same for rows that go to one of TorchRL's own storages."""
-    for key, done_key in done_beside(entries).items():
-        flag, done = entries[key], entries[done_key]
-        # Tensors of a simulated device (a subclass) have no value to read.
-        fits = type(flag) is torch.Tensor and flag.is_cpu and flag.dtype is torch.bool
-        if fits and done.is_cpu and done.shape == flag.shape and (flag & ~done).any():
-            raise _no_end(key, done_key)
 
 
 def _no_end(key: NestedKey, done_key: NestedKey) -> ValueError:

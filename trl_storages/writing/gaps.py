@@ -5,7 +5,7 @@ Letters: L lanes written now, T steps of each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -15,15 +15,13 @@ from torchrl.data import Storage
 
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
-from trl_storages.kernels import backend
 from trl_storages.kernels.tables import Block
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities import DeferredFlag
-from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import Layout, PackedStorage, pairs_of, read_fields, stage
+from trl_storages.rows import Layout, pairs_of
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device import NewRows, RowTable
+    from trl_storages.kernels.device import NewRows
 
 __all__ = ["GapWatch", "Gaps", "OnGap"]
 
@@ -92,22 +90,6 @@ class GapWatch:
                     )
         return chosen
 
-    def values(
-        self, entries: Mapping[NestedKey, torch.Tensor], stored: Collection[NestedKey] | None
-    ) -> dict[NestedKey, torch.Tensor]:
-        """Returns the entries that are compared.
-
-        Args:
-            entries: of rows to write.
-            stored: keys of those that are stored; None for all.
-
-        Raises:
-            KeyError: as `compared`.
-        """
-        kept = [key for key in entries if stored is None or key in stored]
-        pairs = [(key, next_key(key)) for key in self.compared(kept)]
-        return {key: entries[key] for pair in pairs for key in pair}
-
     def find(
         self,
         storage: Storage,
@@ -129,14 +111,7 @@ class GapWatch:
         if layout is None or not len(pairs := self.pairs(layout)):
             return None
         ring = storage.episodes.ring
-        found: torch.Tensor | None
-        if isinstance(storage, PackedStorage):
-            found = ring.find_gaps(rows, block, pairs, storage.table)
-        else:
-            before = (
-                self._rows_before(storage, layout, block.lanes) if storage.initialized else None
-            )
-            found = ring.find_gaps(rows, block, pairs, before, is_ring=False)
+        found: torch.Tensor | None = ring.find_gaps(rows, block, pairs, storage.table)
         return found
 
     def pairs(self, layout: Layout) -> np.ndarray:
@@ -148,18 +123,6 @@ class GapWatch:
         if self._pairs is None or self._pairs[0] is not layout:
             self._pairs = layout, pairs_of(layout, self.compared(layout.keys))
         return self._pairs[1]
-
-    def _rows_before(
-        self, storage: Storage, layout: Layout, lanes: Sequence[int] | None
-    ) -> RowTable:
-        """Returns the newest rows of the lanes `[L, W]`, from one of TorchRL's own storages."""
-        episodes: EpisodeIndex = storage.episodes
-        newest, before = episodes.newest_slots(lanes), {}
-        for key in self.compared(layout.keys):
-            after = next_key(key)
-            before[key] = before[after] = read_fields(storage, newest, [after])[after]
-        rows = stage(layout, before, newest.shape, episodes.device)
-        return backend(episodes.device).RowTable(rows.words())
 
     def warn(self, gaps: Sequence[Gaps]) -> None:
         """Warns once of gaps in rows that are about to be written, if there are any.

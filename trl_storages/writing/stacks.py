@@ -39,7 +39,7 @@ def gaps_of_stacks(
     rows = steps.rows.seen
     if stacks is None:
         # Nothing is written yet, so there is nothing to continue.
-        words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)  # type: ignore[union-attr]
+        words = torch.zeros(1, layout.framed.num_words, dtype=torch.int64)
         stacks = Stacks(layout, storage.episodes, words.to(storage.device))  # type: ignore[arg-type]
     breaks = stacks.find_breaks(rows, block)  # type: ignore[arg-type]
     if breaks is None or not bool(breaks.any()):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
-from torchrl.data import Storage
 
 from trl_storages.callers import warn_caller
 from trl_storages.kernels.memory import on_device
@@ -27,12 +26,9 @@ from trl_storages.rows import (
     PackedStorage,
     Structure,
     nested_sizes,
-    rows_of_flags,
-    stage,
     tensors_of,
 )
-from trl_storages.writing.checks import check_flags, check_flags_of, end_flags, refuse_padding
-from trl_storages.writing.gaps import GapWatch
+from trl_storages.writing.checks import check_flags, end_flags, refuse_padding
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
@@ -50,13 +46,9 @@ class Steps(NamedTuple):
     """n rows that may be written."""
 
     rows: NewRows
-    """For one of TorchRL's own storages, only the compared fields."""
-    layout: Layout | None
-    """Of these rows; None if they have no fields."""
+    layout: Layout
     trajectory: torch.Tensor | None = None
     """`[n]` int64 on the device of the index."""
-    data: TensorDictBase | None = None
-    """`[n]`, for one of TorchRL's own storages."""
 
 
 class _Known(NamedTuple):
@@ -94,19 +86,16 @@ class Fields:
         # A cache, rebuilt in the copy.
         return self.__dict__ | {"_known": None}
 
-    def steps(self, data: TensorDictBase, storage: Storage, gaps: GapWatch | None) -> Steps:
+    def steps(self, data: TensorDictBase, storage: PackedStorage) -> Steps:
         """Returns `data` of any batch size as rows to write; changes nothing.
 
         Args:
             data: steps.
             storage: that they are written to.
-            gaps: says what is compared with the rows before; None if nothing is.
 
         Raises:
             KeyError, TypeError, ValueError: it does not fit the storage, or does not consist of steps.
         """
-        if not isinstance(storage, PackedStorage):
-            return self._steps_of_stock(data, storage, gaps)
         known, tensors = self._alike(data, storage) or self._fitted(data, storage)
         layout, end = known.layout, len(known.layout.keys)
         is_plain = known.structure is not None and known.structure.is_plain
@@ -130,7 +119,7 @@ class Fields:
         self, data: TensorDictBase, storage: PackedStorage
     ) -> tuple[_Known, Sequence[torch.Tensor]]:
         """Checks steps of a new structure, and returns their tensors."""
-        entries = self.entries(data, storage)
+        entries = self.entries(data)
         refuse_padding(entries)
         done = end_flags(entries, self.done_key, data.numel())
         _refuse_compact(entries, storage.layout)
@@ -166,32 +155,10 @@ class Fields:
                 "(make_tensordict_primer()) is part of the environment that the storage is made of."
             )
 
-    def _steps_of_stock(
-        self, data: TensorDictBase, storage: Storage, gaps: GapWatch | None
-    ) -> Steps:
-        """Does the same for one of TorchRL's own storages."""
-        entries, device, num_rows = (
-            self.entries(data, storage),
-            storage.episodes.device,
-            data.numel(),
-        )
-        refuse_padding(entries)
-        done = end_flags(entries, self.done_key, num_rows)
-        check_flags_of(entries)
-        trajectory = _numbers([entries[key] for key in [self.traj_key] if key in entries], storage)
-        stored = self.stored(data).reshape(-1)
-        compared = {} if gaps is None else gaps.values(entries, self.keys)
-        if not compared:
-            return Steps(rows_of_flags(done, num_rows, device), None, trajectory, stored)
-        layout = Layout.of(compared, data.ndim)
-        rows = stage(layout, compared, data.batch_size, device, done=done)
-        return Steps(rows, layout, trajectory, stored)
-
-    def entries(self, data: TensorDictBase, storage: Storage) -> dict[NestedKey, torch.Tensor]:
+    def entries(self, data: TensorDictBase) -> dict[NestedKey, torch.Tensor]:
         """Returns the tensors of `data`, at least those that are stored or checked."""
         if self.keys is None:
-            # TorchRL's own storages also take entries that are not tensors.
-            entries = tensors_of(data, strict=isinstance(storage, PackedStorage))
+            entries = tensors_of(data)
             # Replay buffers set it on data that they have written.
             entries.pop(INDEX, None)
             return entries
@@ -200,12 +167,6 @@ class Fields:
             wanted = [*self.keys, self.done_key, self.traj_key, MASK]
             data = data.select(*wanted, strict=False)
         return tensors_of(data, strict=False)
-
-    def stored(self, data: TensorDictBase) -> TensorDictBase:
-        """Returns the entries of `data` that one of TorchRL's own storages stores."""
-        if self.keys is not None:
-            return data.select(*self.keys)
-        return data.exclude(INDEX) if INDEX in data.keys() else data  # noqa: SIM118
 
     def _fit(
         self,
@@ -222,10 +183,10 @@ class Fields:
         return storage.fit(entries, data.batch_size, strict=self.keys is None, nested=nested)
 
 
-def _numbers(trajectory: Sequence[torch.Tensor], storage: Storage) -> torch.Tensor | None:
+def _numbers(trajectory: Sequence[torch.Tensor], storage: PackedStorage) -> torch.Tensor | None:
     """Returns trajectory numbers as `[n]` int64 on the device of the index, if there are any."""
     for numbers in trajectory:
-        return on_device(numbers, storage.episodes.device).reshape(-1).long()
+        return on_device(numbers, storage.episodes.device).reshape(-1).long()  # type: ignore[union-attr]
     return None
 
 

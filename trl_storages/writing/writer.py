@@ -6,7 +6,6 @@ Letters: T steps, E lanes (environments), L lanes written now.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl import torchrl_logger
-from torchrl.data import RoundRobinWriter, Storage, TensorStorage
+from torchrl.data import ReplayBuffer, RoundRobinWriter, Storage
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
@@ -30,7 +29,7 @@ from trl_storages.rows import (
     read_fields,
 )
 from trl_storages.saved.parts import SavedPart, SavedState
-from trl_storages.stock_parts import check_buffers, check_not_joined
+from trl_storages.stock_parts import refuse_stock
 from trl_storages.writing.checks import check_storage, num_steps_of
 from trl_storages.writing.counting import CountingWriter
 from trl_storages.writing.gaps import Gaps, GapWatch, OnGap
@@ -103,8 +102,6 @@ class EpisodeWriter(SavedPart, CountingWriter):
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         track_generations = arguments.flag("track_generations", track_generations)
         super().__init__(track_generations=track_generations)
-        # Number of buffers that registered it with its storage.
-        self._num_registered = 0
         self.num_envs = num_envs
         self.done_key = arguments.key("done_key", done_key)
         self.traj_key = arguments.key("traj_key", traj_key)
@@ -113,8 +110,6 @@ class EpisodeWriter(SavedPart, CountingWriter):
         self.gaps = GapWatch(on_gap, observation_keys)
         self._check_stored(self.gaps.observation_keys)
         self._lanes: LaneNotes = None  # type: ignore[assignment]  # until there is a storage
-        # Whether it is a PackedStorage, whose rows are copied together with the index.
-        self._is_packed = False
         # `Fields` of the attributes, made anew when these change.
         self._asked: Fields | None = None
         # The layout that `append` takes, and the last step that it wrote.
@@ -135,21 +130,19 @@ class EpisodeWriter(SavedPart, CountingWriter):
         """Registers `storage`, and gives it an episode index.
 
         Raises:
-            TypeError: the storage does not hold tensors on a device.
-            ValueError: the storage has more than one dimension, fewer rows than lanes, an index of
-                another number of lanes, or rows without an index; or its buffer has a sampler or sample
-                unit of TorchRL's that would be wrong over the lanes; or TorchRL's
-                `ReplayBufferEnsemble` joins it with others.
+            TypeError: the storage is no `PackedStorage`, or its buffer has a sampler or sample unit of
+                TorchRL's that would be wrong over the lanes.
+            ValueError: the storage has fewer rows than lanes, an index of another number of lanes, or
+                rows without an index.
         """
         check_storage(storage, tracks_generations=self._track_generations)
-        index = getattr(storage, "episodes", None)
-        check_buffers(storage, self.num_envs)
-        if self._storage is not storage:
-            self._num_registered = 0
-        check_not_joined(storage, self, self._num_registered)
+        for buffer in storage._attached_entities_list:
+            if isinstance(buffer, ReplayBuffer):
+                refuse_stock(buffer._sampler)
+                refuse_stock(buffer._sample_unit)
+        index = storage.episodes
         if index is not None and index.num_envs != self.num_envs:
-            if isinstance(storage, PackedStorage):
-                storage.lay_out_anew(self.num_envs)
+            storage.lay_out_anew(self.num_envs)
             index = storage.episodes
         if index is not None and index.num_envs != self.num_envs:
             raise ValueError(
@@ -157,12 +150,9 @@ class EpisodeWriter(SavedPart, CountingWriter):
                 "that it was made with, or make another."
             )
         super().register_storage(storage)
-        self._num_registered += 1
-        self._is_packed = isinstance(storage, PackedStorage)
         if index is None:
             storage.episodes = index = _new_index(storage, self.num_envs)
-        if isinstance(storage, PackedStorage):
-            storage.keep_episodes(index)
+        storage.keep_episodes(index)
         if self._lanes is not None and self._lanes.episodes is index:
             return  # Another buffer of the same rows.
         self._lanes = LaneNotes(index)
@@ -173,8 +163,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
     @property
     def _directory(self) -> Directory | None:
         """The directory of the rows; None in memory."""
-        storage = self._storage
-        return storage.directory if isinstance(storage, PackedStorage) else None
+        return None if self._storage is None else self._storage.directory
 
     def _take_up(self) -> None:
         """Restores the state that was committed to the directory."""
@@ -245,7 +234,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
             return True
         others = (self.traj_key, default_keys.MASK)
         fits = self.done_key == default_keys.DONE and not any(key in layout for key in others)
-        self._taken = layout if fits and self._is_packed else None
+        self._taken = layout if fits else None
         return self._taken is not None and self._storage.layout is layout
 
     def append(self, block: StepBlock, then: Then) -> torch.Tensor:
@@ -279,8 +268,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
         """Gives warnings that come late, and checks that the storage is writable."""
         if self.gaps.late is not None:
             self.gaps.warn_late()
-        if not self._is_packed or self._storage.files is not None:
-            check_writable(self._storage)
+        check_writable(self._storage)
 
     @property
     def _fields(self) -> Fields:
@@ -293,7 +281,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
 
     def _steps(self, data: TensorDictBase) -> Steps:
         self._prepare()
-        return self._fields.steps(data, self._storage, self.gaps if self.gaps.is_looking else None)
+        return self._fields.steps(data, self._storage)
 
     def _checked(self, steps: Steps, block: Block, gaps: list[Gaps]) -> Block:
         """Checks steps before they are written, and cuts episodes where they do not continue.
@@ -338,10 +326,10 @@ class EpisodeWriter(SavedPart, CountingWriter):
         if steps.trajectory is not None or lanes.process is not None:
             blocks = [lanes.cut(steps, block) for block in blocks]
         count = self._write_count + steps.rows.num_rows
-        is_one = self._is_packed and len(blocks) == 1
+        is_one = len(blocks) == 1
         if is_one and blocks[0].num_steps <= storage.most_compared:
             # Fast path: usually there is no gap, and nothing else to check beforehand.
-            pairs = watch.pairs(steps.layout) if watch.is_looking else _NO_PAIRS  # type: ignore[arg-type]
+            pairs = watch.pairs(steps.layout) if watch.is_looking else _NO_PAIRS
             storage.make_room(steps.rows.num_rows)
             slots = self._commit(steps, blocks, pairs, (), shape, then, count)
             if slots is not None:
@@ -351,14 +339,13 @@ class EpisodeWriter(SavedPart, CountingWriter):
         if gaps:
             watch.warn(gaps)
         evicted: list[Evicted] = []
-        if self._is_packed:
-            # Allocate first, as that may fail.
-            storage.lay_out(steps.layout)
-            storage.make_room(steps.rows.num_rows)
-            if storage.stacks is not None:
-                # Frames of evicted rows that the remaining rows still need.
-                found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
-                evicted = [frames for frames in found if frames is not None]
+        # Allocate first, as that may fail.
+        storage.lay_out(steps.layout)
+        storage.make_room(steps.rows.num_rows)
+        if storage.stacks is not None:
+            # Frames of evicted rows that the remaining rows still need.
+            found = [storage.stacks.evicted(steps.rows, block) for block in blocks]
+            evicted = [frames for frames in found if frames is not None]
         return self._commit(steps, blocks, _NO_PAIRS, evicted, shape, then, count)  # type: ignore[return-value]
 
     def _commit(self, *write: Any) -> torch.Tensor | None:
@@ -396,11 +383,9 @@ class EpisodeWriter(SavedPart, CountingWriter):
         Returns:
             the slots; None if there is a gap in the fields `pairs`. Nothing is written then.
         """
-        rows, storage, lanes, is_packed = steps.rows, self._storage, self._lanes, self._is_packed
-        episodes, table, directory, slots = storage.episodes, None, None, None
-        if is_packed:
-            table = storage.table
-            directory = None if storage.files is None else storage.files.directory
+        rows, storage, lanes = steps.rows, self._storage, self._lanes
+        episodes, table, slots = storage.episodes, storage.table, None
+        directory = None if storage.files is None else storage.files.directory
         if directory is not None:
             for block in blocks:
                 directory.begin(episodes, block)
@@ -408,8 +393,6 @@ class EpisodeWriter(SavedPart, CountingWriter):
             storage.stacks.keep(frames)
         is_over = False
         for block in blocks:
-            if not is_packed:
-                self._put(steps, block)
             written = episodes.write(rows, block, table, pairs)
             if written is None:
                 return None
@@ -420,8 +403,6 @@ class EpisodeWriter(SavedPart, CountingWriter):
         self._write_count_value.get_obj().value = count
         if directory is not None:
             directory.seal(episodes, blocks, count, lanes.numbers)
-        if not is_packed:
-            self._count(blocks[-1].lanes)
         marked: torch.Tensor = slots  # type: ignore[assignment]
         if is_over:
             room = episodes.steps_per_lane
@@ -436,15 +417,6 @@ class EpisodeWriter(SavedPart, CountingWriter):
             then(slots)  # type: ignore[arg-type]
         return slots
 
-    def _put(self, steps: Steps, block: Block) -> None:
-        """Writes rows to one of TorchRL's own storages."""
-        # If they do not fit the storage, nothing has changed. Only the newest rows fit into the ring.
-        room = self._episodes.steps_per_lane
-        slots = self._episodes.next_slots(block.num_steps, block.lanes)[:, -room:].reshape(-1)
-        places = torch.arange(steps.rows.num_rows) if block.order is None else block.order
-        places = places.reshape(-1, block.num_steps)[:, -room:].reshape(-1)
-        self._storage.set(slots, steps.data[places], set_cursor=False)  # type: ignore[index]
-
     def share_memory_(self) -> EpisodeWriter:
         """Moves the episode index and the state of lanes to shared memory.
 
@@ -453,8 +425,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
         Raises:
             RuntimeError: as the storage's own `share_memory_`.
         """
-        if isinstance(self._storage, PackedStorage):
-            self._storage.share_memory_()
+        self._storage.share_memory_()
         self._episodes.share_memory_()
         self._lanes.share_memory_()
         return self
@@ -508,18 +479,14 @@ class EpisodeWriter(SavedPart, CountingWriter):
             then(slots)
             return slots
         kept, storage = self._episodes.newest(keep_steps), self._storage
-        if isinstance(storage, PackedStorage):
-            move = storage.mover(kept)
-        else:
-            rows = storage.get(kept.old)
-            move = partial(storage.set, kept.new, rows, set_cursor=False)
+        move = storage.mover(kept)
 
         self._forget_rows()
         self._episodes.restart(kept)
         if empty_write_count:
             self._write_count = 0
         move()
-        self._count()
+        storage._bump_mutation_revision()
         self._bump_generation(kept.new, kept.new)
         self._mark_update_entities(kept.new)
         then(kept.new)
@@ -544,8 +511,7 @@ class EpisodeWriter(SavedPart, CountingWriter):
 
     def _forget_rows(self) -> None:
         """Clears the links between rows, before rows are dropped."""
-        if isinstance(self._storage, PackedStorage):
-            self._storage.forget_links(self._episodes.num_slots_reached)
+        self._storage.forget_links(self._episodes.num_slots_reached)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the writer's counters and the episode index."""
@@ -603,15 +569,15 @@ class EpisodeWriter(SavedPart, CountingWriter):
         RoundRobinWriter.load_state_dict(self, state)
         self._lanes.resume()
         if len(self._episodes):
-            self._count()
+            self._storage._bump_mutation_revision()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs})"
 
 
-def _new_index(storage: TensorStorage, num_envs: int) -> EpisodeIndex:
+def _new_index(storage: PackedStorage, num_envs: int) -> EpisodeIndex:
     """Returns the index of a storage that has none yet."""
     spare = 0
-    if isinstance(storage, PackedStorage) and storage.is_durable:
+    if storage.is_durable:
         spare = spare_steps(storage.max_size // num_envs, storage.past_steps)
     return EpisodeIndex(storage.max_size, num_envs, storage.device, spare_steps=spare)
