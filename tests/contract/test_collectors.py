@@ -15,6 +15,7 @@ from contract.steps import Player, ids_of, rows
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import GymWrapper, SerialEnv
+from torchrl.trainers import ReplayBufferTrainer
 
 pytestmark = [
     pytest.mark.requirement("nothing-crosses"),
@@ -103,6 +104,21 @@ class TestCollector:
         for _ in collected(num_envs, replay_buffer=storage, extend_buffer=extend_buffer):
             assert_nothing_crosses(storage)
         assert storage.write_count == 80 * num_envs
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_a_trainer_writes_what_it_did_not_flatten(self, place, num_envs):
+        storage = tally_storage(num_envs, 40 * num_envs, **_of(place))
+        whole, flat = (
+            ReplayBufferTrainer(storage, batch_size=8, flatten_tensordicts=is_flat)
+            for is_flat in (False, True)
+        )
+        for data in collected(num_envs, 4):
+            whole.extend(data.clone())
+            assert_nothing_crosses(storage)
+            # It sets `truncated` of rows that end nothing.
+            with pytest.raises(ValueError, match="flatten_tensordicts=False"):
+                flat.extend(data)
+        assert storage.write_count == 32 * num_envs
 
     @pytest.mark.parametrize("num_envs", [1, 2])
     def test_whole_trajectories(self, num_envs):

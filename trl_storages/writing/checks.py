@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.arguments import counted
-from trl_storages.keys import DONE, MASK
+from trl_storages.keys import DONE, MASK, TRUNCATED
 from trl_storages.rows import Layout, PackedStorage
 from trl_storages.stock_parts import refuse_stock
 
@@ -162,10 +162,16 @@ def check_flags(layout: Layout, rows: NewRows) -> None:
 
 
 def _no_end(key: NestedKey, done_key: NestedKey) -> ValueError:
-    return ValueError(
+    message = (
         f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where it is "
         "not: set it to terminated | truncated, as TorchRL's environments do. Nothing was written."
     )
+    if key == TRUNCATED:
+        message += (
+            " TorchRL's ReplayBufferTrainer(flatten_tensordicts=True) sets it in every row: pass "
+            "flatten_tensordicts=False."
+        )
+    return ValueError(message)
 
 
 def refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:

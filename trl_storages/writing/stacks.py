@@ -46,7 +46,7 @@ def gaps_of_stacks(
         return None
     gap = breaks % _KINDS == NOT_CONTINUED
     if not (cuts and bool(gap.any())):
-        raise _error(layout, block, breaks)  # type: ignore[arg-type]
+        raise _error(layout, block, breaks)
     gaps_of_stacks(storage, steps, block.cut_at(gap), cuts=False)
     return gap
 
