@@ -112,7 +112,9 @@ def gathers(made: Streams, old: ReplayStorage, size: int) -> dict[str, Turn]:
         made.rows.gather(where, where)
 
     calls = {
-        "whole rows": lambda: kernels.gather(whole, (0, 0, 0, 0), 1, at, at, whole_out),
+        "whole rows": lambda: kernels.gather(
+            whole, (0, 0, 0, 0, WHOLE_WORDS), 1, at, at, whole_out
+        ),
         "streams": gather,
         "NumPy's take": lambda: whole.take(at, 0, out=whole_out, mode="clip"),
         "the old middle's call": lambda: storage.gather(slots),
@@ -147,8 +149,10 @@ def hindsight(made: Streams, size: int) -> dict[str, Turn]:
         draws.goals(index.tables, slots, random[1], kinds, steps, goals)
         gather()
         at = index.where[goals] + 1  # its next achieved goal
-        rows, (first, second) = out.view(np.uint32), starts
-        kernels.paste(entries, at, achieved.start, relabelled, rows, first, second, achieved.size)
+        for start in starts:
+            kernels.paste(
+                entries, at, achieved.start, relabelled, out.view(np.uint32), start, achieved.size
+            )
 
     def anchors() -> None:
         noise.random_()
