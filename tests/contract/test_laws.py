@@ -511,18 +511,21 @@ class TestRecency:
         assert set(lanes.of(storage.sample(50))) == set(lanes.newest(1))
 
     @pytest.mark.requirement("ere-per")
-    @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
-    def test_priorities_within_the_window(self, normalize):
-        per = PERSampler(40, alpha=0.6, beta=0.8, eps=1e-9, normalize=normalize)
-        sampler = ERESampler(0.9, c_min=12, base=per)
-        storage, lanes = assemble(40, 2, sampler=sampler), Lanes(40, 2)
-        index = lanes.write(storage, [ends([9, 8], 6)] * 2)
+    @pytest.mark.parametrize(
+        ("normalize", "size", "window"),
+        [("batch", 40, 12), ("storage", 40, 12), ("none", 40, 12), ("batch", 1200, 700)],
+    )
+    def test_priorities_within_the_window(self, normalize, size, window):
+        per = PERSampler(size, alpha=0.6, beta=0.8, eps=1e-9, normalize=normalize)
+        sampler = ERESampler(0.9, c_min=window, base=per)
+        storage, lanes = assemble(size, 2, sampler=sampler), Lanes(size, 2)
+        index = lanes.write(storage, [ends([9, 8] * (size // 40), 6)] * 2)
         kept = index.flatten() >= 0
         raw = {s: 0.5 + s.id % 5 for lane in lanes.lanes for s in lane}
         priority = torch.tensor([*raw.values()])
         storage.update_priority(index.flatten()[kept], priority[kept])
         sampler.begin_phase(1)
-        raw = {step: raw[step] for step in lanes.newest(12)}
+        raw = {step: raw[step] for step in lanes.newest(window)}
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
 
 
