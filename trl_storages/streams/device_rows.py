@@ -204,5 +204,5 @@ class DeviceRows:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
         field = self._layout.field(key)
         column = self._entries.view(field.dtype)[:, field.start : field.start + field.size]
-        values = sent(values, self.device).reshape(len(places), -1)
+        values = sent(values, self.device).reshape(len(places), field.size)
         column.index_copy_(0, sent(places, self.device), values)

@@ -89,20 +89,18 @@ class HostRows:
 
     def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
-        field = self._layout.field(key)
-        elements, start, size = self._elements(field)
+        field, k = self._layout.field(key), self._layout.frames
+        elements, start, _ = self._elements(field)
         at = places.reshape(-1).numpy()
         if field.is_next:
             at = at + 1
         if field.stack is None:
-            found = np.empty((len(at), size), elements.dtype)
-            streams.take(elements, at, start, found)
-            return torch.from_numpy(found).view(field.dtype).view(*places.shape, *field.shape)
-        frames = np.empty((len(at), self._layout.frames, size), elements.dtype)
-        streams.take_frames(elements, at, start, self._layout.frames, frames)
-        seen = torch.from_numpy(frames).view(field.dtype)
-        seen = seen.view(*places.shape, self._layout.frames, *field.frame_shape)
-        return field.stack.stacks(seen, field.shape)
+            found, words = _new_words(field, len(at))
+            streams.take(elements, at, start, words)
+            return found.view(*places.shape, *field.shape)
+        found, words = _new_words(field, len(at), k)
+        streams.take_frames(elements, at, start, k, words)
+        return field.stack.stacks(found.view(*places.shape, k, *field.frame_shape), field.shape)
 
     def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
@@ -143,8 +141,14 @@ class HostRows:
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
-        elements, start, size = self._elements(self._layout.field(key))
-        words = (
-            values.contiguous().view(len(places), -1).view(torch.uint8).numpy().view(elements.dtype)
-        )
-        streams.rewrite(elements, places.numpy(), start, words.reshape(len(places), size))
+        field = self._layout.field(key)
+        elements, start, _ = self._elements(field)
+        copied, words = _new_words(field, len(places))
+        copied.copy_(values.reshape(copied.shape))
+        streams.rewrite(elements, places.numpy(), start, words)
+
+
+def _new_words(field: Field, *shape: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Returns uninitialised values `[*shape, field.size]`, also as words that loops copy."""
+    values = torch.empty(*shape, field.size, dtype=field.dtype)
+    return values, values.view(torch.uint8).numpy().view(_WORDS[field.dtype.itemsize])
