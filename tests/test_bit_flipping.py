@@ -150,8 +150,7 @@ def test_the_step_says_what_the_functions_say():
 
 @pytest.mark.parametrize("n_bits", [0, -1, 2.5, 2.0, True, "3"])
 def test_a_wrong_number_of_bits(n_bits):
-    must = "n_bits must be an integer" + (", got 2.0" if n_bits == 2 else " of at least 1")
-    with pytest.raises((TypeError, ValueError), match=must):
+    with pytest.raises((TypeError, ValueError), match="n_bits must be an integer of at least 1"):
         BitFlippingEnv(n_bits)
 
 

@@ -237,8 +237,9 @@ class UniformReplayStorage(ReplayStorage):
             info_keys=[*infos, *(key for key in further if key != keys.REWARD)],
         )
         sampler, transforms = _drawing(capacity, goals, **given)
-        path, device, seed = given["path"], given["device"], given["seed"]
-        seed = arguments.optional(arguments.integer, "seed", seed)
+        path = arguments.optional(arguments.directory, "path", given["path"])
+        seed = arguments.optional(arguments.integer, "seed", given["seed"])
+        device = given["device"]
         storage = PackedStorage(
             capacity,
             fields=stored,

@@ -20,10 +20,9 @@ from trl_storages.ring import episodes_of
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
-Boundary = Literal["pad", "fit", "cross", "stop", "include_reset"]
+Boundary = Literal["pad", "fit", "cross"]
 
 _THEIR_NAMES = {"pad": "pad", "fit": "stop", "cross": "include_reset"}
-_OUR_NAMES = {name: ours for ours, name in _THEIR_NAMES.items()}
 
 
 class EpisodeSequence(Sequence):  # type: ignore[misc]
@@ -48,17 +47,16 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     so a sequence has one goal, even across episodes. Rows are gathered by index: overlapping sequences
     cost no extra storage.
 
-    Equivalent to TorchRL's `Sequence` with `episode_boundary` "pad", "stop" and "include_reset" (names
-    accepted here too), with the same entries and `is_init`; but TorchRL's never shifts for the burn-in.
-    It uses the episode index instead of searching all rows for boundaries after each write, and works
-    with several lanes and cut episodes, on any device, without synchronising with the host.
+    As TorchRL's `Sequence` with `episode_boundary` "pad", "stop" and "include_reset", but that one never
+    shifts for the burn-in. It uses the episode index instead of searching all rows for boundaries after
+    each write, and works with several lanes and cut episodes, on any device, without synchronising with
+    the host.
 
     Args:
         length: rows to learn from.
         burn_in: rows before them, to warm up a recurrent state.
         bootstrap: rows after them, for targets; `targets` of n-step returns needs n of them.
-        boundary: what to do at the ends of an episode: "pad", "fit" (or "stop") or "cross" (or
-            "include_reset").
+        boundary: what to do at the ends of an episode: "pad", "fit" or "cross".
 
     Raises:
         ValueError: `length` is below 1, `burn_in` or `bootstrap` below 0, or there is no such boundary.
@@ -73,9 +71,8 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     def __init__(
         self, length: int, burn_in: int = 0, bootstrap: int = 0, *, boundary: Boundary = "pad"
     ) -> None:
-        name = arguments.choice("boundary", boundary, (*BOUNDARIES, "stop", "include_reset"))
         #: "pad", "fit" or "cross".
-        self.boundary: str = _OUR_NAMES.get(name, name)
+        self.boundary: str = arguments.choice("boundary", boundary, BOUNDARIES)
         super().__init__(
             arguments.integer("length", length, at_least=1),
             episode_boundary=_THEIR_NAMES[self.boundary],

@@ -88,9 +88,9 @@ class TestLiveParameters:
 
     def test_strategy(self):
         storage, lanes = self.make("hindsight")
-        for strategy in ("final", "FUTURE", {"final": 0.5, "current": 0.5}, "random"):
+        for strategy in ("final", "future", {"final": 0.5, "current": 0.5}, "random"):
             storage.strategy = strategy
-            names = [strategy.lower()] if isinstance(strategy, str) else [*strategy]
+            names = [strategy] if isinstance(strategy, str) else [*strategy]
             batch = storage.sample()
             batch = batch[batch["her_mask"]]
             for step, goal in zip(

@@ -249,14 +249,10 @@ class GymRecorder(SavedPart):
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
-    if mode is None or isinstance(mode, AutoresetMode):
-        return mode
-    # Names of members or values, in any case, as for all other choices.
-    known = {item.value.lower(): item for item in AutoresetMode}
-    found = known.get(mode.lower().replace("_", "")) if isinstance(mode, str) else None
-    if found is None:
+    try:
+        return None if mode is None else AutoresetMode(mode)
+    except ValueError:
         raise ValueError(
             f"autoreset_mode must be None or one of {[item.value for item in AutoresetMode]}, "
             f"got {mode!r}; env.metadata['autoreset_mode'] has it"
-        )
-    return found
+        ) from None

@@ -72,7 +72,7 @@ class HERSampler(WrappingSampler):
     TorchRL's own replay buffers can't hand them to a transform, so there it raises.
 
     Args:
-        strategy: where goals come from: a name in any case, an enum member, or a mixture of names.
+        strategy: where goals come from: a name, or a mixture of names.
         num_goals: k, relabelled transitions per one left as stored; 0 relabels none, `math.inf` all.
         discount: γ of "geometric" goals, in [0, 1]; 1 is equivalent to "final". No other goals have one.
         goal_key: which goal of the batch is drawn.
@@ -214,13 +214,13 @@ class HERSampler(WrappingSampler):
 def check_strategy(
     name: str, value: GoalStrategy | GoalMixture
 ) -> tuple[GoalStrategy | dict[GoalStrategy, float], dict[GoalStrategy, float]]:
-    """Returns a strategy or mixture in normalised form, and the share of each name.
+    """Returns a strategy or mixture, and the share of each name.
 
     Raises:
         ValueError: a strategy is unknown, or the shares do not sum to 1.
         TypeError: it is neither a name nor a mapping from names to numbers.
 
-    >>> check_strategy("strategy", {"FUTURE": 0.5, "random": 0.5})[1]
+    >>> check_strategy("strategy", {"future": 0.5, "random": 0.5})[1]
     {'future': 0.5, 'random': 0.5}
     """
     names = get_args(GoalStrategy)
@@ -231,7 +231,7 @@ def check_strategy(
     for key, share in value.items():
         strategy = arguments.choice(f"a name of {name}", key, names)
         share = arguments.number(f"{name}[{strategy!r}]", share, at_least=0, at_most=1)
-        mixture[strategy] = mixture.get(strategy, 0.0) + share
+        mixture[strategy] = share
     total = sum(mixture.values())
     if abs(total - 1) > _NEAR:
         raise ValueError(
