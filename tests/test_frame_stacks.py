@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.wrappers import FrameStackObservation
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.collectors import Collector
@@ -31,7 +31,6 @@ from trl_storages import (
     ReplayStorage,
     UniformSampler,
 )
-from trl_storages.writing import writer
 
 # How stacks are laid out: the shape of a frame, that of the stack, and the dimension.
 SHAPES: dict[str, tuple[tuple[int, ...], int, int]] = {
@@ -454,43 +453,6 @@ def test_dumps_and_copies_go_on_where_they_were(share_next: bool, tmp_path: Path
     assert_same(plain[:], other[:])
 
 
-@given(
-    kind=st.sampled_from(sorted(SHAPES)),
-    num_frames=st.integers(2, 5),
-    padding=st.sampled_from(["same", "constant"]),
-    num_envs=st.integers(1, 3),
-    writes=st.lists(st.integers(1, 9), min_size=0, max_size=4),
-    seed=st.integers(0, 100),
-    share_next=st.booleans(),
-)
-@settings(max_examples=30)
-def test_dumps_with_and_without_sharing_are_loaded_into_one_another(
-    kind: str,
-    num_frames: int,
-    padding: str,
-    num_envs: int,
-    writes: list[int],
-    seed: int,
-    share_next: bool,
-) -> None:
-    stack, shape = of_kind(kind, num_frames, padding)
-    options: dict[str, Any] = {"size": 7 * num_envs, "num_envs": num_envs}
-    saved = both(stack, shape, **options, share_next=share_next)
-    _, framed = both(stack, shape, **options, share_next=not share_next)
-    lanes = streams(stack, kind, num_envs, seed)
-    for num_steps in writes:
-        data = torch.stack([lane.steps(num_steps) for lane in lanes])
-        for storage in saved:
-            storage.extend(data if num_envs > 1 else data[0])
-    framed.load_state_dict(saved[1].state_dict())
-    if writes:
-        assert_same_storages(saved[0], framed)
-    data = torch.stack([lane.steps(5) for lane in lanes])
-    for storage in (saved[0], framed):
-        storage.extend(data if num_envs > 1 else data[0])
-    assert_same_storages(saved[0], framed)
-
-
 @pytest.mark.parametrize("share_next", [False, True])
 def test_directories_take_dumps_and_give_them(share_next: bool, tmp_path: Path) -> None:
     stack, shape = of_kind("last", 4, "same")
@@ -556,92 +518,3 @@ def test_a_stack_under_next_alone_is_refused() -> None:
     others = {"pixels": (*kind, FrameStack(4)), ("next", "pixels"): (torch.uint8, (4, 5))}
     with pytest.raises(ValueError, match="must be the same stack"):
         PackedStorage(4, fields=others)
-
-
-@pytest.mark.parametrize("share_next", [False, True])
-@pytest.mark.parametrize("padding", ["same", "constant"])
-def test_draws_on_a_gpu_without_waiting_for_it(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch, padding: str, share_next: bool
-) -> None:
-    # What is written is checked before, for which the host must wait.
-    monkeypatch.setattr(writer, "gaps_of_stacks", lambda storage, steps, block, cuts: None)
-    shape = (2, 3, 4)
-    stack = FrameStack(4, -1, padding)  # type: ignore[arg-type]
-    storage = trl_storages.NStepReplayStorage(
-        gymnasium.spaces.Box(0, 255, shape, np.uint8),
-        gymnasium.spaces.Discrete(2),
-        storage_size=20,
-        num_envs=2,
-        batch_size=8,
-        device=gpu,
-        frame_stack={"observation": stack},
-        share_next=share_next,
-        on_gap="ignore",
-    )
-    pixels = torch.zeros(2, 13, *shape, dtype=torch.uint8, device=gpu)
-    flags = torch.zeros(2, 13, 1, dtype=torch.bool, device=gpu)
-    outcome = dict.fromkeys(("done", "terminated", "truncated"), flags)
-    after = {"observation": pixels, "reward": flags.float(), **outcome}
-    action = torch.zeros(2, 13, dtype=torch.int64, device=gpu)
-    rows = {"observation": pixels, "action": action, "next": after}
-    storage.extend(TensorDict(rows, [2, 13], device=gpu))
-    batch = storage.sample()
-    for key in ("observation", ("next", "observation")):
-        assert batch[key].device == gpu
-        assert batch[key].shape == (8, *shape)
-
-
-@pytest.mark.parametrize(("n_step", "padding"), [(1, "same"), (3, "constant")])
-def test_large_batches_are_those_of_whole_rows(n_step, padding):
-    lanes, steps, length, size, count = 2, 70, 9, 51 * 53, 4
-    frames = torch.randint(0, 256, (lanes, steps + count, size), dtype=torch.uint8)
-    # Episodes begin anew in both lanes, at different steps.
-    begun = [
-        [(t + 4 * lane) // length * length - 4 * lane for t in range(steps)] for lane in (0, 1)
-    ]
-
-    def stack(lane, newest, first):
-        ago = range(newest - count + 1, newest + 1)
-        padded = [max(at, first, 0) for at in ago]
-        frame = [frames[lane, at] for at in padded]
-        if padding == "constant":
-            frame = [it * (at >= max(first, 0)) for at, it in zip(ago, frame, strict=True)]
-        return torch.stack(frame).view(count, 51, 53)
-
-    seen, led_to = (
-        torch.stack(
-            [
-                torch.stack([stack(lane, t + later, begun[lane][t]) for t in range(steps)])
-                for lane in (0, 1)
-            ]
-        )
-        for later in (0, 1)
-    )
-    ends = torch.tensor(
-        [[(t + 4 * lane) % length == length - 1 for t in range(steps)] for lane in (0, 1)]
-    ).unsqueeze(2)
-    rows = {"observation": seen, "action": torch.rand(lanes, steps, 1)}
-    after = {"observation": led_to, "reward": torch.rand(lanes, steps, 1), "done": ends}
-    data = TensorDict({**rows, "next": TensorDict(after, [lanes, steps])}, [lanes, steps])
-    batches = []
-    for stacked in ((), (FrameStack(count, padding=padding),)):
-        fields = {
-            "observation": (torch.uint8, (count, 51, 53), *stacked),
-            ("next", "observation"): (torch.uint8, (count, 51, 53)),
-            "action": (torch.float32, (1,)),
-            ("next", "reward"): (torch.float32, (1,)),
-            ("next", "done"): (torch.bool, (1,)),
-        }
-        storage = ReplayStorage(
-            storage=PackedStorage(2 * 50, fields=fields, share_next=bool(stacked)),
-            writer=EpisodeWriter(lanes),
-            transform=NStep(n_step, 0.9) if n_step > 1 else None,
-            generator=torch.Generator().manual_seed(0),
-        )
-        # The ring has wrapped, and the last write has no next one yet.
-        for part in data.split([40, 30], 1):
-            storage.extend(part)
-        batches.append(storage.sample(400))
-    plain, once = batches
-    for key in plain.keys(True, True):
-        assert torch.equal(plain[key], once[key]), key

@@ -98,21 +98,6 @@ class TestRoundTrip:
         batch = storage.get(index)
         assert_same_data(batch, data[index])
 
-    def test_overwritten_rows_only(self, make_storage):
-        storage, old, new = make_storage(6), transitions(6, seed=1), transitions(2, seed=2)
-        storage.set(range(6), old)
-        storage.set(torch.tensor([4, 1]), new)
-        expected = old.clone()
-        expected[torch.tensor([4, 1])] = new
-        assert_same_data(storage.get(torch.arange(6)), expected)
-
-    def test_a_single_row(self, make_storage):
-        storage, data = make_storage(3), transitions(3)
-        for slot in range(3):
-            storage.set(slot, data[slot])
-        assert_same_data(storage.get(torch.arange(3)), data)
-        assert_same_data(storage.get(1), data[1])
-
     @given(
         fields=st.dictionaries(
             st.sampled_from(["a", "b", ("c", "d"), ("c", "e"), ("c", "f", "g"), "h"]),
@@ -136,13 +121,6 @@ class TestRoundTrip:
         assert storage.row_nbytes == storage.rows.shape[1] * 8
         # Padding: at most one alignment gap per field and the last word.
         assert storage.row_nbytes <= payload + 8 * (len(fields) + 1)
-
-    def test_one_contiguous_row_per_transition(self, make_storage):
-        storage = make_storage(4)
-        storage.set(range(4), transitions(4))
-        assert storage.rows.dtype == torch.int64
-        assert storage.rows.shape[0] == 4
-        assert storage.rows.is_contiguous()
 
     def test_a_batch_is_not_the_storage(self, make_storage):
         storage, data = make_storage(4), transitions(4)
@@ -282,15 +260,6 @@ class TestDropIn:
         for stock, packed in zip(*drawn, strict=True):
             assert_same_data(stock, packed)
 
-    def test_prefetch(self, make_storage):
-        drawn = []
-        # Of two threads it is left open which draws first.
-        for buffer in buffers(make_storage, batch_size=16, prefetch=1):
-            buffer.extend(transitions(20))
-            drawn.append([buffer.sample() for _ in range(5)])
-        for stock, packed in zip(*drawn, strict=True):
-            assert_same_data(stock, packed)
-
     def test_dumps_and_loads(self, make_storage, tmp_path):
         _, packed = buffers(make_storage, batch_size=16)
         packed.extend(transitions(20, seed=1))
@@ -298,23 +267,6 @@ class TestDropIn:
         packed.dumps(tmp_path / "dumped")
         _, reloaded = buffers(make_storage, batch_size=16)
         reloaded.loads(tmp_path / "dumped")
-        self.assert_goes_on_alike(packed, reloaded)
-
-    def test_loads_over_other_rows(self, make_storage, tmp_path):
-        _, packed = buffers(make_storage, batch_size=16)
-        packed.extend(transitions(13, seed=1))
-        packed.dumps(tmp_path / "dumped")
-        _, reloaded = buffers(make_storage, batch_size=16)
-        reloaded.extend(transitions(20, seed=5))
-        reloaded.loads(tmp_path / "dumped")
-        self.assert_goes_on_alike(packed, reloaded)
-
-    def test_state_dict(self, make_storage):
-        _, packed = buffers(make_storage, batch_size=16)
-        packed.extend(transitions(20, seed=1))
-        packed.extend(transitions(5, seed=2))
-        _, reloaded = buffers(make_storage, batch_size=16)
-        reloaded.load_state_dict(packed.state_dict())
         self.assert_goes_on_alike(packed, reloaded)
 
     def assert_goes_on_alike(self, packed, reloaded):
@@ -343,84 +295,6 @@ class TestDropIn:
             row = buffer[torch.tensor([1, 4])].clone()
             buffer[torch.tensor([7, 0])] = row
         assert_same_data(stock[:], packed[:])
-
-
-def without(data, key):
-    return data.exclude(key)
-
-
-def plus(data, key, dtype=torch.float32):
-    return data.clone().set(key, torch.zeros(*data.batch_size, 1, dtype=dtype))
-
-
-def reshaped(data, key):
-    return data.clone().set(key, torch.zeros(*data.batch_size, 9, dtype=data[key].dtype))
-
-
-BAD_WRITES = {
-    # what is wrong: (the write made wrong, what the message must name)
-    "missing key": (lambda data: without(data, "token"), ["token"]),
-    "missing nested key": (
-        lambda data: without(data, ("state", "arm", "joints")),
-        ["joints"],
-    ),
-    "extra key": (lambda data: plus(data, "velocity"), ["velocity"]),
-    "extra nested key": (lambda data: plus(data, ("next", "velocity")), ["next", "velocity"]),
-    "wrong dtype": (
-        lambda data: data.clone().set("token", data["token"].to(torch.int32)),
-        ["token", "int64", "int32"],
-    ),
-    "wrong nested dtype": (
-        lambda data: data.clone().set(("state", "arm", "joints"), torch.zeros(*data.batch_size, 3)),
-        ["joints", "float64", "float32"],
-    ),
-    "wrong shape": (lambda data: reshaped(data, "tiny"), ["tiny", "5", "9"]),
-    "shape that would broadcast": (
-        lambda data: data.clone().set("tiny", data["tiny"][..., :1].clone()),
-        ["tiny", "5", "1"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("spoil", "named"), BAD_WRITES.values(), ids=BAD_WRITES)
-class TestBadWrites:
-    """A write that differs from the layout is refused as a whole."""
-
-    def check(self, storage, write, named):
-        rows, length = storage.rows.clone(), len(storage)
-        with pytest.raises((KeyError, TypeError, ValueError)) as caught:
-            write()
-        for word in named:
-            assert word in str(caught.value)
-        assert torch.equal(storage.rows, rows)
-        assert len(storage) == length
-
-    def test_rows(self, make_storage, spoil, named):
-        storage = make_storage(8)
-        storage.set(range(5), transitions(5))
-        bad = spoil(transitions(3, seed=1))
-        self.check(storage, lambda: storage.set(torch.tensor([5, 6, 7]), bad), named)
-        self.check(storage, lambda: storage.set(range(3), bad), named)
-
-    def test_one_row(self, make_storage, spoil, named):
-        storage = make_storage(8)
-        storage.set(range(5), transitions(5))
-        bad = spoil(transitions(3, seed=1))[0]
-        self.check(storage, lambda: storage.set(5, bad), named)
-
-    def test_through_a_buffer(self, make_storage, spoil, named):
-        buffer = TensorDictReplayBuffer(storage=make_storage(8), writer=RoundRobinWriter())
-        buffer.extend(transitions(5))
-        bad = spoil(transitions(3, seed=1))
-        self.check(buffer.storage, lambda: buffer.extend(bad.clone()), named)
-        self.check(buffer.storage, lambda: buffer.add(bad[0].clone()), named)
-
-    def test_through_a_writer_of_a_directory(self, tmp_path, spoil, named):
-        buffer = in_directory(tmp_path)
-        buffer.extend(transitions(5))
-        bad = spoil(transitions(3, seed=1))
-        self.check(buffer.storage, lambda: buffer.extend(bad.clone()), named)
-        self.check(buffer.storage, lambda: buffer.add(bad[0].clone()), named)
 
 
 class TestErrors:
@@ -457,11 +331,6 @@ class TestErrors:
     def test_reading_before_the_first_write(self, make_storage):
         with pytest.raises(RuntimeError):
             make_storage(4).get(torch.zeros(1, dtype=torch.int64))
-
-    def test_a_size_without_rows(self):
-        for size in (0, -3):
-            with pytest.raises(ValueError, match=str(size)):
-                PackedStorage(size)
 
     def test_an_existing_directory_is_not_overwritten(self, tmp_path):
         first = in_directory(tmp_path, 4)

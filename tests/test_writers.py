@@ -218,32 +218,6 @@ def block(*shape, first_lane=0):
 
 
 class TestTrajectoryIds:
-    def test_whole_trajectories_one_after_another(self):
-        """What a collector with `trajs_per_batch` sends: the last row of each may lack `done`."""
-        buffer = ReplayStorage(storage=PackedStorage(10), writer=writer_of_any_rows())
-        data = block(7)
-        data["collector", "traj_ids"] = torch.tensor([4, 4, 4, 9, 9, 2, 2])
-        buffer.writer.keys = None
-        slots = buffer.extend(data)
-        assert buffer.episodes.behind(slots).tolist() == [0, 1, 2, 0, 1, 0, 1]
-        assert buffer.episodes.ahead(slots).tolist() == [2, 1, 0, 1, 0, 1, 0]
-        assert not buffer.episodes.is_finished(slots).any()
-
-    def test_a_trajectory_goes_on_in_the_next_batch(self):
-        buffer = ReplayStorage(storage=PackedStorage(10), writer=writer_of_any_rows())
-        for ids in ([3, 3, 5], [5, 5, 8]):
-            data = block(3)
-            data["collector", "traj_ids"] = torch.tensor(ids)
-            slots = buffer.extend(data)
-        assert buffer.episodes.behind(slots).tolist() == [1, 2, 0]
-
-    def test_of_several_lanes(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
-        data = block(2, 3)
-        data["collector", "traj_ids"] = torch.tensor([[0, 0, 0], [1, 2, 2]])
-        slots = buffer.extend(data)
-        assert buffer.episodes.behind(slots).tolist() == [[0, 1, 2], [0, 0, 1]]
-
     def test_of_a_collector_that_names_them_otherwise(self):
         writer = writer_of_any_rows(traj_key="run", done_key=("next", "over"))
         buffer = ReplayStorage(storage=PackedStorage(10), writer=writer)
@@ -256,97 +230,6 @@ class TestTrajectoryIds:
 
 
 class TestRefused:
-    """Nothing is written before all is checked, and the message says what to pass."""
-
-    def check(self, buffer, write, error, match):
-        storage, writer = buffer.storage, buffer.writer
-        before = storage[:].clone(), storage.episodes.state_dict(), writer._write_count
-        with pytest.raises(error, match=match):
-            write()
-        assert (storage[:] == before[0]).all()
-        for name, tensor in storage.episodes.state_dict().items():
-            assert torch.equal(tensor, before[1][name])
-        assert writer._write_count == before[2]
-        storage.episodes.validate()
-
-    @pytest.mark.parametrize(
-        ("num_envs", "shape", "match"),
-        [
-            (1, (4, 5), "num_envs=4"),
-            (3, (4, 5), "num_envs=4"),
-            (3, (2, 3), "num_envs=2"),
-            (3, (5,), r"\[3, T\].*\[3\].*\[5\].*traj_ids.*lanes=.*num_envs=1"),
-            (3, (3, 2, 2), r"\[3, 2, 2\]"),
-        ],
-    )
-    def test_wrong_number_of_lanes(self, num_envs, shape, match):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(num_envs))
-        buffer.extend(block(num_envs, 2) if num_envs > 1 else block(2))
-        data = block(3, 2).unsqueeze(-1).expand(shape) if len(shape) == 3 else block(*shape)
-        self.check(buffer, lambda: buffer.extend(data), ValueError, match)
-
-    def test_a_single_transition_for_several_lanes(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(3))
-        buffer.extend(block(3, 2))
-        self.check(buffer, lambda: buffer.add(block(1)[0]), ValueError, "lanes")
-
-    @pytest.mark.parametrize(
-        "lanes",
-        [
-            [0, 0],
-            [0, 3],
-            [-1, 0],
-            [1],
-            [0, 1, 2],
-            [],
-            1,
-            [0.5, 1],
-            [[0, 1]],
-            [True, False, False],
-            torch.tensor([True, True]),
-        ],
-        ids=str,
-    )
-    def test_lanes_that_do_not_match_the_rows(self, lanes):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(3))
-        buffer.extend(block(3, 2))
-        data = block(2, 2)
-        self.check(buffer, lambda: buffer.writer.extend(data, lanes=lanes), ValueError, "lane")
-
-    def test_without_done(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows())
-        buffer.extend(block(2))
-        data = block(2).exclude(("next", "done"))
-        self.check(buffer, lambda: buffer.extend(data), KeyError, r"done[\s\S]*observation")
-
-    @pytest.mark.parametrize(
-        "done", [torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.bool)], ids=["float", "two"]
-    )
-    def test_done_that_is_no_flag(self, done):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows())
-        buffer.extend(block(2))
-        data = block(2)
-        data["next", "done"] = done
-        self.check(buffer, lambda: buffer.extend(data), (ValueError, TypeError), "done.*bool")
-
-    @pytest.mark.parametrize(
-        ("spoil", "named"),
-        [
-            (lambda data: data.exclude("tag"), "tag"),
-            (lambda data: data.set("velocity", torch.zeros(2, 2)), "velocity"),
-            (lambda data: data.set("tag", data["tag"].int()), "tag.*int64.*int32"),
-            (lambda data: data.set("tag", data["tag"][..., :1]), "tag.*3.*1"),
-        ],
-        ids=["missing key", "extra key", "wrong dtype", "wrong shape"],
-    )
-    def test_rows_that_do_not_fit(self, spoil, named):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
-        buffer.extend(block(2, 3))
-        data = spoil(block(2, 2))
-        errors = (KeyError, TypeError, ValueError)
-        self.check(buffer, lambda: buffer.extend(data), errors, named)
-        self.check(buffer, lambda: buffer.add(data[:, 0]), errors, named)
-
     def test_a_first_write_that_is_refused_fixes_nothing(self):
         buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
         with pytest.raises(ValueError, match="num_envs=3"):
@@ -358,18 +241,9 @@ class TestRefused:
         buffer.extend(block(2, 2).exclude("tag"))
         assert len(buffer) == 4
 
-    def test_no_rows(self):
-        buffer = ReplayStorage(storage=PackedStorage(12), writer=writer_of_any_rows(2))
-        buffer.extend(block(2, 2))
-        self.check(buffer, lambda: buffer.extend(block(2, 2)[:, :0]), ValueError, "nothing")
-
     def test_storage_smaller_than_the_number_of_lanes(self):
         with pytest.raises(ValueError, match=r"num_envs.*2.*3"):
             ReplayStorage(storage=PackedStorage(2), writer=writer_of_any_rows(3))
-
-    def test_no_lanes(self):
-        with pytest.raises(ValueError, match=r"num_envs.*0"):
-            writer_of_any_rows(0)
 
     def test_generations_of_rows_in_a_directory(self, tmp_path):
         with pytest.raises(ValueError, match="track_generations=True needs rows in memory"):

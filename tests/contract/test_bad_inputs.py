@@ -112,6 +112,9 @@ WRITES = {
     "a number": (lambda s: s.extend(7), TypeError),
     "an unknown lane": (lambda s: s.extend(block(), lanes=[0, 2]), ValueError),
     "a lane twice": (lambda s: s.extend(block(), lanes=[1, 1]), ValueError),
+    "half a lane": (lambda s: s.extend(block(), lanes=[0.5, 1]), ValueError),
+    "a mask of three lanes": (lambda s: s.extend(block(), lanes=[True, True, False]), ValueError),
+    "no steps": (lambda s: s.extend(block()[:, :0]), ValueError),
     "too few lanes": (lambda s: s.extend(block(), lanes=[1]), ValueError),
     "to end an unknown lane": (lambda s: s.end_episodes([5]), ValueError),
     **{
