@@ -84,6 +84,3 @@ def test_folds():
     out = np.empty((2, 1))
     folds.fold(rewards, np.array([2, 1]), np.array([1.0, 0.5]), out)
     assert out.tolist() == [[3.0], [2.0]]
-    lengths = np.empty(2, np.int64)
-    folds.until_first(np.array([[True, False], [True, True]]), np.array([2, 1]), lengths)
-    assert lengths.tolist() == [1, 1]

@@ -195,9 +195,7 @@ class EpisodeIndex:
             kept = np.minimum(seen.cursors, now.tails)
             begin = np.maximum(seen.cursors, now.tails)
             # Not more than a lane: who was away for long must not go through what he missed.
-            changes = Changes(
-                self._slots(np.minimum(seen.tails, kept), kept), self._slots(begin, now.cursors)
-            )
+            changes = Changes(self._slots(seen.tails, kept), self._slots(begin, now.cursors))
         return changes, now
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -229,13 +227,14 @@ class EpisodeIndex:
         """Returns where the episode and the lane of each row begin and end.
 
         Returns:
-            `[B, 4]` int64: how many steps behind the row are the first step of its episode, which may be
-            evicted, the last one so far, the oldest and the newest live step of its lane.
+            `[B, 4]` int64, the number of the step less that of the row, of the first step of its episode,
+            which may be evicted, of the last one so far, and of the oldest and the newest live step of
+            its lane.
         """
         return torch.from_numpy(draws.bounds(self.tables, slots.numpy()))
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many rows of its episode are behind each row in time, `[B]` int64.
+        """Returns how many rows of its episode come after each row, `[B]` int64.
 
         >>> # of a row that ends its episode, and of the newest row, 0
         """

@@ -33,7 +33,7 @@ __all__ = [
 
 #: Numbers of the ways in which goals are drawn; 0 draws none.
 GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
-_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _CURRENT = GOAL_KINDS.values()
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 #: Ways in which a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
 _PAD, _FIT, _CROSS = range(3)
@@ -96,14 +96,17 @@ def bounds(index: Any, slots: Any) -> Any:
     """Returns where the episodes of rows begin and end, and their lanes.
 
     Returns:
-        `[B, 4]` int64, how many steps behind the row are the first step of its episode, which may be
-        evicted (0 or below), the last one so far, the oldest and the newest live step of its lane.
+        `[B, 4]` int64, the number of the step less that of the row, of the first step of its episode,
+        which may be evicted, of the last one so far, and of the oldest and the newest live step of its
+        lane: the first and the third are 0 or negative.
     """
     _, episode, _, spans, lanes, T, _, _ = index
     E = len(lanes)
-    newest, found = np.empty(E, np.int64), np.empty((len(slots), 4), np.int64)
-    for e in range(E):
-        newest[e] = (lanes[e, CURSOR] - 1) % T
+    newest, last_places = np.empty(E, np.int64), np.empty(E, np.int64)
+    found = np.empty((len(slots), 4), np.int64)
+    for e in range(E):  # read once: another process may be writing
+        newest[e] = lanes[e, CURSOR] - 1
+        last_places[e] = newest[e] % T
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
             raise IndexError("slots must be at least 0 and below the number of slots")
@@ -114,13 +117,13 @@ def bounds(index: Any, slots: Any) -> Any:
         prefetch(spans, found[i, 0] * 16)
     for i in range(len(slots)):
         e = slots[i] // T if E > 1 else 0
-        back = newest[e] - (slots[i] - e * T)
-        back = back if back >= 0 else back + T
-        number, step = found[i, 0] - e * (T + 1), lanes[e, CURSOR] - 1 - back
+        ahead = last_places[e] - (slots[i] - e * T)
+        ahead = ahead if ahead >= 0 else ahead + T
+        number, step = found[i, 0] - e * (T + 1), newest[e] - ahead
         found[i, 0] = spans[e, number, FIRST] - step
         # A step that is written but not yet published is not there.
-        found[i, 1] = min(spans[e, number, LAST] - step, back)
-        found[i, 2], found[i, 3] = lanes[e, TAIL] - step, back
+        found[i, 1] = min(spans[e, number, LAST] - step, ahead)
+        found[i, 2], found[i, 3] = lanes[e, TAIL] - step, ahead
     return found
 
 
@@ -157,8 +160,11 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
         out: `[B]` slots.
     """
     E, T = len(index[4]), index[5]
-    found = bounds(index, slots)
-    draw(index, T, noise, out)  # those that are random, and a place for the others
+    found, any_random = bounds(index, slots), False
+    for i in range(len(slots)):
+        any_random |= kinds[i] == _RANDOM
+    if any_random:
+        draw(index, T, noise, out)
     for i in range(len(slots)):
         kind, begin, end = kinds[i], max(found[i, 0], found[i, 2]), found[i, 1]
         if kind == _RANDOM:
@@ -177,7 +183,7 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
 
 @loop
 def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
-    """Returns `[n, B]` each row and those behind it in its episode, the last repeated; and how many."""
+    """Returns `[n, B]` each row and those after it in its episode, the last repeated; and how many."""
     E, T = len(index[4]), index[5]
     found = bounds(index, slots)
     for j in range(len(out)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_storages.kernels.compile import loop
 
-__all__ = ["fold", "until_first"]
+__all__ = ["fold"]
 
 
 @loop
@@ -24,14 +24,3 @@ def fold(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
             for i in range(lengths[b]):
                 total += weights[i] * rewards[i, b, j]
             out[b, j] = total
-
-
-@loop
-def until_first(ends: Any, lengths: Any, out: Any) -> None:
-    """Shortens windows `[n, B]` to the first row within `lengths` `[B]` at which `ends` says so."""
-    for b in range(len(out)):
-        out[b] = lengths[b]
-        for i in range(lengths[b]):
-            if ends[i, b]:
-                out[b] = i + 1
-                break

@@ -6,8 +6,14 @@ stream ends with fills that last entry and adds one for its next observation; an
 own observation first, a stack of k frames k entries. So each observation is stored once, whatever is
 written reads back as it was, and ends, gaps, wraps and the newest row need no case when rows are read.
 
-What is written counts from the store of its lane's cursor on. Before it come, each behind a fence: the
-tail, which says which steps give way, then entries and index beyond the cursor.
+A write stores, in this order, with a fence between:
+
+1. the tail of each lane: the steps before it give way, as their slots or entries are needed;
+2. index and entries of the new steps, whose numbers are the cursor and above: nobody looks at them yet;
+3. the cursor of each lane: from this one store on its new steps count.
+
+A write that is cut off before 3 leaves nothing but steps that are gone, and the next write begins where
+it began. What it reads, the entry behind the last published step, is never among what is overwritten.
 
 Letters: E lanes, T steps a lane, M entries a lane, k frames a stack, N rows of a block, L lanes that it
 writes, B batch. In words of 8 bytes: W an entry, O its observation, the first F words of which are the
@@ -18,13 +24,14 @@ An `index` is the tuple of these tables:
 
 - `where` `[E T]`: the entry of the step in each slot. Step s of lane e is in slot `e T + s mod T`.
 - `episode` `[E T]`: the number of its episode in its lane, modulo T + 1.
-- `ends` `[E T]` uint8: whether the episode goes on behind it, is done, or was cut.
+- `ends` `[E T]` uint8: whether the step is done, or its lane was cut when it was the newest. A row that
+  begins an episode for another reason, as behind a gap, changes `spans` alone.
 - `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
 - `lanes` `[E, 2]`: the steps written, and the oldest live step.
 - T, M, k.
 
-`sizes` are `(F, O, first, end, N)`: the words `first` to `end` of S tell whether a row continues another,
-and from word N on an entry holds what stands under `next`.
+`sizes` are `(F, O, first, end, R)`: the words `first` to `end` of S tell whether a row continues another,
+and from word R on the step of an entry holds what stands under `next`.
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ import numpy as np
 from trl_storages.kernels.compile import copy_words, fence, loop, prefetch
 
 __all__ = [
-    "ANEW",
+    "AGAIN",
     "CURSOR",
     "CUT",
     "DONE",
@@ -66,9 +73,10 @@ CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)
 #: Of `ends`.
 GOES_ON, DONE, CUT = range(3)
-#: How an observation compares with what the stream ends with: the same; the same to those who ask
-#: whether the row continues, such as with a recurrent state that was computed anew; or another one.
-SAME, ANEW, GAP = range(3)
+#: How an observation compares with what the stream ends with. Any but the same is stored as an entry of
+#: its own: one that differs but continues the row before, as with a recurrent state that was computed
+#: anew, or one that lies elsewhere; and one that does not continue it.
+SAME, AGAIN, GAP = range(3)
 
 # How many rows ahead memory is asked for.
 _AHEAD = 16
@@ -120,7 +128,7 @@ def compare(
                     if first <= w < end:
                         goes_on = False
                         break
-            how[i] = SAME if same else ANEW if goes_on else GAP
+            how[i] = SAME if same else AGAIN if goes_on else GAP
 
 
 @loop
@@ -159,8 +167,8 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
         need = k + end - begin
         for i in range(begin, end):
             need += k * (how[i] != SAME)
-        if cursor == 0 or head + need > M:
-            how[begin] = max(how[begin], ANEW)
+        if head + need > M:
+            how[begin] = max(how[begin], AGAIN)
             while tail < cursor and where[e * T + slot] - base >= head:
                 tail += 1  # older than what lies at the beginning
                 slot = slot + 1 if slot + 1 < T else 0
@@ -277,19 +285,19 @@ def put(
 @loop
 def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
     """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, what is next of entries `last`."""
-    F, O, _, _, N = sizes
+    F, O, _, _, R = sizes
     older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
     for i in range(len(at)):
         if i + _AHEAD < len(at):
             for byte in range(0, W * 8, 64):
                 prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
-            for byte in range(N * 8, (W + O) * 8 + 56, 64):
+            for byte in range(R * 8, (W + O) * 8 + 56, 64):
                 prefetch(entries, last[i + _AHEAD] * W * 8 + byte)
         for j in range(k - 1):
             copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
             copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
-        copy_words(out, i, older, entries, at[i], 0, N)
-        copy_words(out, i, older + N, entries, last[i], N, W - N)
+        copy_words(out, i, older, entries, at[i], 0, R)
+        copy_words(out, i, older + R, entries, last[i], R, W - R)
         copy_words(out, i, after, entries, last[i] + 1, 0, O)
 
 

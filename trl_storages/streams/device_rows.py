@@ -19,6 +19,8 @@ from trl_storages.streams.staging import Block
 
 __all__ = ["DeviceRows", "sent"]
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
 
 def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns values on a device, to which a GPU copies them by itself, from pinned memory."""
@@ -49,7 +51,8 @@ class DeviceRows:
         self._entries = torch.zeros(
             num_entries, layout.entry_words, dtype=torch.int64, device=device
         )
-        # What each stream ends with, k entries a lane.
+        # What each stream ended with at which cursor, k entries a lane.
+        self._ended_at = np.zeros(index.num_envs, np.int64)
         ends = index.num_envs * layout.frames, layout.observation_words
         self._ends = np.zeros(ends, np.int64)
         self._older = torch.arange(layout.frames - 1, device=device) - (layout.frames - 1)
@@ -75,9 +78,10 @@ class DeviceRows:
         return torch.from_numpy(slots), gaps
 
     def _tips(self, which: np.ndarray) -> np.ndarray:
-        """Returns the entries of `_ends` with which streams end; -1 if nothing was written."""
-        k = self._layout.frames
-        return np.where(self._index.cursors[which] > 0, which * k + k - 1, -1)
+        """Returns the entries of `_ends` with which streams end; -1 if that is not known."""
+        k, cursors = self._layout.frames, self._index.cursors[which]
+        is_known = (cursors > 0) & (self._ended_at[which] == cursors)
+        return np.where(is_known, which * k + k - 1, -1)
 
     def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
         """Compares a block on the host with what its streams end with.
@@ -115,14 +119,14 @@ class DeviceRows:
         begin, end = layout.sizes[2:4]
         goes_on = ~differs[:, begin:end].any(1)
         how = torch.where(
-            differs.any(1), torch.where(goes_on, streams.ANEW, streams.GAP), streams.SAME
+            differs.any(1), torch.where(goes_on, streams.AGAIN, streams.GAP), streams.SAME
         )
         lasts = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
         flags = how + 4 * block.done + 8 * block.cut
         both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
         kinds = both[:size]
         found = (kinds & 3).astype(np.uint8)
-        found[first[self._index.cursors[which] == 0]] = streams.GAP
+        found[first[self._tips(which) < 0]] = streams.GAP
         return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(len(first), S)
 
     def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
@@ -132,6 +136,7 @@ class DeviceRows:
         for j in range(k - 1):
             self._ends[which * k + j, :F] = lasts[:, j * F : (j + 1) * F]
         self._ends[which * k + k - 1] = lasts[:, older:]
+        self._ended_at[which] = self._index.cursors[which]
 
     def _copy_in(self, words: torch.Tensor, at: torch.Tensor) -> None:
         """Copies rows `[N, row_words]` into their entries."""
@@ -149,13 +154,20 @@ class DeviceRows:
         at = sent(places, self.device).reshape(-1)
         if field.is_next:
             at = at + 1
-        column = self._entries.view(field.dtype)[:, field.start : field.start + field.size]
         if field.stack is None:
-            return column.index_select(0, at).view(*places.shape, *field.shape)
+            values = self._column(field).index_select(0, at).view(field.dtype)
+            return values.view(*places.shape, *field.shape)
         at = torch.cat([at[:, None] + self._older, at[:, None]], 1)
-        frames = column.index_select(0, at.view(-1))
+        frames = self._column(field).index_select(0, at.view(-1)).view(field.dtype)
         frames = frames.view(*places.shape, self._layout.frames, *field.frame_shape)
         return field.stack.stacks(frames, field.shape)
+
+    def _column(self, field: Field) -> torch.Tensor:
+        """Returns a field of all entries as integers, which devices copy whatever they stand for."""
+        size = field.dtype.itemsize
+        each = 2 if size == 16 else 1
+        elements = self._entries.view(_INTEGERS[size])
+        return elements[:, field.start * each : (field.start + field.size) * each]
 
     def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
@@ -194,15 +206,12 @@ class DeviceRows:
         targets: Sequence[Field],
     ) -> None:
         """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`."""
-        values = self.take(field.key, places)
-        chosen = sent(mask, self.device).view(-1, *(1 for _ in field.shape))
-        views = self._layout.views(rows)
-        for target in targets:
-            views[target.key].copy_(torch.where(chosen, values, views[target.key]))
+        mask = sent(mask, self.device)
+        self._layout.fill_where(mask, targets, rows, self.take(field.key, places))
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
         field = self._layout.field(key)
-        column = self._entries.view(field.dtype)[:, field.start : field.start + field.size]
-        values = sent(values, self.device).reshape(len(places), field.size)
-        column.index_copy_(0, sent(places, self.device), values)
+        column = self._column(field)
+        values = sent(values, self.device).reshape(len(places), field.size).contiguous()
+        column.index_copy_(0, sent(places, self.device), values.view(column.dtype))

@@ -132,6 +132,9 @@ class HostRows:
             mask: `[B]` bool, to which rows.
             targets: fields of the same dtype and shape.
         """
+        if field.stack is not None:
+            self._layout.fill_where(mask, targets, rows, self.take(field.key, places))
+            return
         elements, start, size = self._elements(field)
         at = places.numpy() + 1 if field.is_next else places.numpy()
         words = rows.numpy().view(elements.dtype)

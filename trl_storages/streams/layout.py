@@ -238,6 +238,14 @@ class Layout:
         else:
             self.frames_of(field, rows).copy_(field.stack.frames(values, field.shape))
 
+    def fill_where(
+        self, mask: torch.Tensor, targets: Sequence[Field], rows: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Copies values `[B, *shape]` into fields of some of the rows, `mask` `[B]` bool."""
+        views, chosen = self.views(rows), mask.view(-1, *(1 for _ in values.shape[1:]))
+        for field in targets:
+            self.fill(field.key, rows, torch.where(chosen, values, views[field.key]))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self.fields, self.nested) == (
             other.fields,

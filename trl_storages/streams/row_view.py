@@ -108,7 +108,7 @@ class RowView:
             self._set[unravel_key(key)] = value
 
     def _places(self, slots: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.episodes.where[slots.numpy()])
+        return self.episodes.places(slots)
 
     def paste(
         self,
@@ -118,6 +118,10 @@ class RowView:
         mask: torch.Tensor,
     ) -> None:
         """Sets fields to one of other rows, `[B]` slots, where `mask` `[B]` says so, on the host."""
+        if self._batch is not None:
+            raise RuntimeError(
+                "goals must be written before transforms of TorchRL's: put these behind."
+            )
         layout = self._storage.layout
         fields = [layout.field(target) for target in targets]
         pasted = layout.field(key), slots, mask, fields
