@@ -118,7 +118,8 @@ class ReplayStorage(
     torch.Size([3, 1])
     """
 
-    # Set by TorchRL's constructor.
+    # Set by TorchRL.
+    is_remote = False
     shared = False
     priority_key: NestedKey = "td_error"
 
