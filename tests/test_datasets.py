@@ -74,61 +74,6 @@ def same(one, other):
 # What each convention says
 
 
-OGBENCH = {
-    "raw": {"observations": range(8), "terminals": [0, 0, 0, 1, 0, 0, 0, 1]},
-    "regular": {
-        "observations": [0, 1, 2, 4, 5, 6],
-        "next_observations": [1, 2, 3, 5, 6, 7],
-        "terminals": [0, 0, 1, 0, 0, 1],
-    },
-}
-
-
-@pytest.mark.parametrize("form", OGBENCH)
-def test_all_forms_of_ogbench_are_the_same_transitions(form):
-    data = {
-        key: observed(value) if "observations" in key else np.array(value, np.float32)
-        for key, value in OGBENCH[form].items()
-    }
-    data["actions"] = data["observations"] * 10
-
-    storage = from_arrays(data, goal_fn=lambda observation: observation)
-
-    assert len(storage) == storage.storage.max_size == 6
-    assert seen(storage) == (
-        [0, 1, 2, 4, 5, 6],
-        [1, 2, 3, 5, 6, 7],
-        [False] * 6,
-        [False, False, True] * 2,
-    )
-    rows = storage[:]
-    assert rows["action"].flatten().tolist() == [0, 10, 20, 40, 50, 60]
-    assert rows["achieved_goal"].flatten().tolist() == [0, 1, 2, 4, 5, 6]
-    assert rows["next", "achieved_goal"].flatten().tolist() == [1, 2, 3, 5, 6, 7]
-    assert rows["desired_goal"].flatten().tolist() == [3, 3, 3, 7, 7, 7]
-    assert rows["next", "desired_goal"].flatten().tolist() == [3, 3, 3, 7, 7, 7]
-    assert rows["next", "reward"].isnan().all()
-    storage.validate()
-
-
-def test_d4rl_without_next_observations():
-    storage = from_arrays(d4rl(observations=observed(range(9))))
-    # Row 3 is terminal and keeps its reward; where it led to is unknown, as of row 6, which hit the time
-    # limit, and of the last one.
-    assert seen(storage) == (
-        [0, 1, 2, 3, 4, 5, 7],
-        [1, 2, 3, 3, 5, 6, 8],
-        [False, False, False, True, False, False, False],
-        [False, False, False, False, False, True, False],
-    )
-    assert torch.equal(
-        storage[:]["next", "reward"].flatten(),
-        torch.tensor(d4rl()["rewards"][[0, 1, 2, 3, 4, 5, 7]]),
-    )
-    assert storage.episodes.episodes()["length"].tolist() == [4, 2, 1]
-    assert storage.episodes.episodes()["finished"].tolist() == [True, True, False]
-
-
 def test_d4rl_with_next_observations_infos_and_metadata():
     after = np.random.default_rng(1).normal(size=(9, 2)).astype(np.float32)
     data = d4rl(next_observations=after)

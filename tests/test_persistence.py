@@ -1,15 +1,13 @@
 """Saving and loading: what was reloaded goes on exactly like what was saved."""
 
 import copy
-import json
-import os
 import pickle
 import threading
 
 import numpy as np
 import pytest
 import torch
-from goal_data import distance_reward, episode_flags, goal_transitions
+from goal_data import distance_reward, goal_transitions
 from gymnasium import spaces
 from torchrl.envs.transforms import Compose
 
@@ -109,21 +107,10 @@ def by_state_dict(saved, fresh, _):
     return fresh
 
 
-def by_file_of_a_state_dict(saved, fresh, path):
-    torch.save(saved.state_dict(), path / "state.pt")
-    fresh.load_state_dict(torch.load(path / "state.pt", weights_only=True))
-    return fresh
-
-
 def by_dumps(saved, fresh, path):
     saved.dumps(path / "dump")
     fresh.loads(path / "dump")
     return fresh
-
-
-def by_dumps_over_an_older_one(saved, fresh, path):
-    fresh.dumps(path / "dump")
-    return by_dumps(saved, fresh, path)
 
 
 def assert_same(first, second):
@@ -148,32 +135,6 @@ def assert_go_on_alike(saved, reloaded, loop):
         assert_same(*loop.learn(saved, reloaded))
     assert_same(saved[:], reloaded[:])
     reloaded.validate()
-
-
-WAYS = [by_state_dict, by_file_of_a_state_dict, by_dumps, by_dumps_over_an_older_one]
-each_way = pytest.mark.parametrize("reload", WAYS)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "num_steps", "reload"),
-    [
-        # Before the wrap-around, and in the second round after it.
-        *[(recipe, 11, by_state_dict) for recipe in RECIPES],
-        *[(recipe, 47, by_dumps) for recipe in RECIPES],
-        ("all of them", 11, by_dumps),
-        ("all of them", 47, by_state_dict),
-        ("all of them", 25, by_file_of_a_state_dict),
-        ("all of them", 47, by_dumps_over_an_older_one),
-    ],
-)
-def test_in_the_middle_of_episodes(recipe, num_steps, reload, tmp_path):
-    loop = Loop()
-    saved = make(recipe, seed=1)
-    loop.write(4, saved)
-    loop.run(num_steps - 4, saved)
-    fresh = make(recipe, seed=2)
-    Loop().run(40, fresh)  # what it held before is forgotten
-    assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
 
 
 @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
@@ -242,50 +203,6 @@ def test_on_a_gpu(reload, tmp_path):
     assert_go_on_alike(saved, reload(saved, fresh, tmp_path), loop)
 
 
-def test_nothing_is_pickled(tmp_path):
-    storage = make("all of them", seed=1, prefetch=2)
-    Loop().write(20, storage)
-    storage.sample()
-    storage.dumps(tmp_path / "dump")
-    assert not [*tmp_path.rglob("*.pkl"), *tmp_path.rglob("*.pt")]
-    # A pickle that somebody put there is not opened.
-    (tmp_path / "dump" / "prefetch.pkl").write_bytes(b"garbage")
-    make("all of them", seed=1, prefetch=2).loads(tmp_path / "dump")
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("at", [".", "storage", "prefetch"])
-def test_a_planted_pickle_never_runs(at, tmp_path):
-    """Neither among the files of a dump, nor where tensordict would open it beside its tensors."""
-
-    def build():
-        storage = ReplayStorage(
-            storage=PackedStorage(SIZE), writer=EpisodeWriter(LANES), batch_size=4, prefetch=2
-        )
-        Loop().write(20, storage)
-        return storage
-
-    saved, dump = build(), tmp_path / "dump"
-    saved.sample()
-    saved.dumps(dump)
-    (dump / at).mkdir(exist_ok=True)
-    written = {"shape": [], "_type": "<class 'tensordict.tensorclass.NonTensorData'>"}
-    (dump / at / "meta.json").write_text(json.dumps(written))
-    (dump / at / "other.pickle").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    fresh = build()
-    before = fresh[:]
-    fresh.loads(dump)
-    assert not (tmp_path / "exploded").exists()
-    assert_same(fresh[:], before)
-
-
 def test_the_phase_of_recency():
     """A phase that is under way goes on where it was."""
     loop, saved, fresh = Loop(), make("recency", seed=1, c_min=1), make("recency", seed=2, c_min=1)
@@ -299,124 +216,19 @@ def test_the_phase_of_recency():
         assert_same(*loop.learn(saved, fresh))
 
 
-class TestRecorder:
-    """Which environments are only being reset at the next step is part of the state."""
-
-    def make(self):
-        return UniformReplayStorage(
-            spaces.Box(-np.inf, np.inf, (1,), np.float32),
-            spaces.Discrete(2),
-            storage_size=20,
-            num_envs=2,
-            autoreset_mode="NextStep",
-            batch_size=4,
-            seed=0,
-        )
-
-    def record(self, storage, step, ended):
-        observations = np.full((2, 1), step, np.float32)
-        return storage.record(
-            observations,
-            np.zeros(2, np.int64),
-            np.zeros(2),
-            np.array(ended),
-            np.zeros(2, bool),
-            {},
-            observations + 1,
-        )
-
-    @each_way
-    def test_the_step_after_the_last_one_is_left_out(self, reload, tmp_path):
-        saved, fresh = self.make(), self.make()
-        self.record(saved, 0, [False, False])
-        self.record(saved, 1, [False, True])
-        self.record(fresh, 0, [True, False])
-        reload(saved, fresh, tmp_path)
-        for storage in (saved, fresh):
-            assert self.record(storage, 2, [False, False]).tolist() == [4]
-            assert self.record(storage, 3, [False, False]).tolist() == [6, 5]
-        assert_same(saved[:], fresh[:])
-
-    @each_way
-    def test_where_nothing_ended(self, reload, tmp_path):
-        saved, fresh = self.make(), self.make()
-        self.record(saved, 0, [False, False])
-        self.record(fresh, 0, [True, True])
-        reload(saved, fresh, tmp_path)
-        assert self.record(fresh, 1, [False, False]).tolist() == [2, 3]
-
-    def test_of_a_storage_that_has_not_recorded_yet(self, tmp_path):
-        saved, fresh = (ReplayStorage(storage=PackedStorage(8)) for _ in range(2))
-        saved.record([0.0], 1, 0.5, False, True, {}, [1.0])
-        saved.dumps(tmp_path)
-        fresh.loads(tmp_path)
-        fresh.load_state_dict(saved.state_dict())
-        fresh.record([2.0], 1, 0.5, False, True, {}, [3.0])
-        assert fresh[:]["observation"].flatten().tolist() == [0, 2]
-
-
-# Rewards, flags, infos and next observations of a step that ends all episodes.
-END = (
-    np.zeros(LANES),
-    np.ones(LANES, bool),
-    np.zeros(LANES, bool),
-    {},
-    np.zeros((LANES, 4), np.float32),
-)
-
-
-class TestMisfits:
-    """What does not fit is refused before anything is changed."""
-
-    def others(self):
-        size = {"storage_size": SIZE, "batch_size": 16, "seed": 1}
-        return {
-            "lanes": hindsight(**size, num_envs=LANES + 1),
-            "size": hindsight(**{**size, "storage_size": SIZE + 10}, num_envs=LANES),
-            "layout": UniformReplayStorage(
-                OBSERVATIONS["observation"],
-                spaces.Discrete(999),
-                **size,
-                num_envs=LANES,
-                autoreset_mode="Disabled",
-            ),
-        }
-
-    @pytest.mark.parametrize("reload", [by_state_dict, by_dumps])
-    @pytest.mark.parametrize("differs", ["lanes", "size", "layout"])
-    def test_of_another_storage(self, differs, reload, tmp_path):
-        saved, loop = make("hindsight", seed=1), Loop()
-        loop.write(20, saved)
-        other = self.others()[differs]
-        if differs == "layout":
-            other.record(np.zeros((LANES, 4), np.float32), [0] * LANES, *END)
-        before, index = other.storage.rows.clone(), other.episodes.state_dict()
-        with pytest.raises(ValueError, match="saved"):
-            reload(saved, other, tmp_path)
-        assert torch.equal(other.storage.rows, before)
-        for name, tensor in other.episodes.state_dict().items():
-            assert torch.equal(tensor, index[name])
-
-    def test_a_directory_that_is_not_there(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="nowhere"):
-            make("uniform", seed=1).loads(tmp_path / "nowhere")
-
-
-def test_episodes_go_on_after_loading():
-    """An episode that was cut in two by the save is still one."""
-    saved = UniformReplayStorage(
-        OBSERVATIONS, spaces.Discrete(999), storage_size=20, batch_size=4, seed=0
-    )
-    flags = torch.tensor(episode_flags([3, 7]))
-    rows = goal_transitions(torch.zeros(10).long(), torch.arange(10), flags)
-    saved.extend(rows[:5].clone())
-    fresh = UniformReplayStorage(
-        OBSERVATIONS, spaces.Discrete(999), storage_size=20, batch_size=4, seed=0
-    )
+def test_a_storage_that_has_not_recorded_yet(tmp_path):
+    saved, fresh = (ReplayStorage(storage=PackedStorage(8)) for _ in range(2))
+    saved.record([0.0], 1, 0.5, False, True, {}, [1.0])
+    saved.dumps(tmp_path)
+    fresh.loads(tmp_path)
     fresh.load_state_dict(saved.state_dict())
-    fresh.extend(rows[5:].clone())
-    assert fresh.episodes.ahead(torch.tensor([0, 3, 9])).tolist() == [2, 6, 0]
-    assert fresh.episodes.is_whole(torch.tensor([3])).item()
+    fresh.record([2.0], 1, 0.5, False, True, {}, [3.0])
+    assert fresh[:]["observation"].flatten().tolist() == [0, 2]
+
+
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        make("uniform", seed=1).loads(tmp_path / "nowhere")
 
 
 def test_what_another_thread_writes_during_a_load_comes_after_it(monkeypatch):

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -135,35 +134,6 @@ def test_all_that_sampling_sets_is_known():
     # TorchRL's own transforms write the same under these, and NStep refuses rows that hold its one.
     may_be_stored = {keys.IS_INIT, keys.STEPS_TO_NEXT_OBS}
     assert found == FIELDS | may_be_stored | {*keys.SET_BY_SAMPLING}
-
-
-def _space(key):
-    *branches, name = keys.key_path(key)
-    space = spaces.Dict({name: spaces.Box(-1, 1, (2,))})
-    for branch in reversed(branches):
-        space = spaces.Dict({branch: space})
-    return space
-
-
-@pytest.mark.parametrize("key", [*keys.SET_BY_SAMPLING, ("index", "inner"), "collector"])
-def test_names_that_sampling_sets_are_refused(key, tmp_path):
-    box, spec = spaces.Box(-1, 1, (2,)), Composite({key: Unbounded((2,))})
-    plain = {"observations": box, "actions": ACTIONS}
-    for given in (
-        {"observations": _space(key)},
-        {"observations": spec},
-        {"actions": Composite({key: Unbounded((2,)), "action": Unbounded((2,))})},
-        {"info_keys": [key]},
-        {"info_keys": {key: box}},
-        {"extra_fields": {key: (torch.float32, (2,))}},
-    ):
-        with pytest.raises(ValueError, match=rf"got {re.escape(repr(key))}, .*rename it in its"):
-            make("UniformReplayStorage", **{**plain, **given}, path=tmp_path / "rows")
-    with pytest.raises(ValueError, match=rf"got {re.escape(repr(key))}, .*rename it in its"):
-        trl_storages.PackedStorage(
-            5, fields={key: (torch.float32, (2,))}, scratch_dir=tmp_path / "rows"
-        )
-    assert not [*tmp_path.iterdir()]
 
 
 def test_names_that_torchrl_writes_too_may_be_stored():

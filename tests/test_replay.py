@@ -49,17 +49,6 @@ def make_hindsight(capacity, num_envs=1, **kwargs):
     )
 
 
-def make_everything(capacity, num_envs=1, **kwargs):
-    """Hindsight, n-step returns, priorities and recency at once."""
-    return make_uniform(
-        capacity,
-        num_envs,
-        sampler=HERSampler(base=ERESampler(0.999, 3, base=PERSampler(capacity))),
-        transform=Compose(GoalRelabel(distance_reward), NStep(3, 0.5)),
-        **kwargs,
-    )
-
-
 def learn(storage, batch_size):
     """Samples a batch and gives its rows priorities."""
     batch = storage.sample(batch_size)
@@ -211,16 +200,6 @@ class TestTransforms:
 
 
 class TestPrefetch:
-    @pytest.mark.parametrize("make", [make_uniform, make_hindsight])
-    @pytest.mark.parametrize("prefetch", [1, 2, 5])
-    def test_the_same_batches_in_the_same_order(self, prefetch, make):
-        ahead, plain = make(20, 2, prefetch=prefetch, batch_size=16), make(20, 2, batch_size=16)
-        for storage in (ahead, plain):
-            write(storage, RingOracle(20, 2), [episode_flags([3, 5], 4)] * 2)
-        for _ in range(30):
-            assert_same(ahead.sample(), plain.sample())
-        ahead.shutdown()
-
     def written(self, **options):
         storage = make_uniform(20, 2, prefetch=3, **options)
         write(storage, RingOracle(20, 2), [episode_flags([3, 5], 4)] * 2)
@@ -313,14 +292,6 @@ class TestCopies:
         storage = pickled(make_hindsight(20))
         write(storage, RingOracle(20), [[False]])
         assert storage.sample(3)["index"].tolist() == [0] * 3
-
-
-class TestRefusals:
-    @pytest.mark.parametrize("lanes", [[2], [-1], [0, 0], torch.tensor([True])])
-    def test_ending_episodes_of_unknown_lanes(self, lanes):
-        storage = make_uniform(8, 2)
-        with pytest.raises(ValueError, match="lanes"):
-            storage.end_episodes(lanes)
 
 
 def test_a_sampler_set_later_follows_the_generator_too():
