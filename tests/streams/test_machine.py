@@ -189,8 +189,14 @@ class Machine(RuleBasedStateMachine):
                 got += gaps
                 assert len(slots) == len(part.words)
             results.append(got)
+        gaps = self.took(block, self.lanes, behind, cuts_gaps)
+        assert results == [gaps] * len(self.forms)
+
+    @staticmethod
+    def took(block, lanes, behind, cuts_gaps):
+        """Some lanes took their rows of a block; returns how many gaps were cut."""
         gaps = 0
-        for lane, added in zip(self.lanes, behind, strict=True):
+        for lane, added in zip(lanes, behind, strict=True):
             for i, goes_on, last in added:
                 is_gap = lane.is_open and not block.cut[i] and not goes_on and cuts_gaps
                 gaps += is_gap
@@ -200,24 +206,26 @@ class Machine(RuleBasedStateMachine):
                 lane.episodes.append(number + begins)
                 lane.done.append(bool(block.done[i]))
                 lane.last, lane.is_open = last, not block.done[i]
-        assert results == [gaps] * len(self.forms)
+        return gaps
 
     @rule(
         stores=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
-        after=st.sampled_from(["room", "enter", "copy"]),
+        after=st.sampled_from(["room", "enter", "copy", "publish"]),
     )
     def cut_off(self, stores, after):
-        """A write makes some of its stores, and no more: nothing of it is there."""
+        """A write makes some of its stores, and no more: only lanes that are published took theirs."""
         counts = self.counts_up_to(self.forms[0][0].most_steps)
-        block, _ = self.make_block(counts)
-        kept = np.random.default_rng(self.rng.integers(2**32)).random
-        made = [kept(it.shape) < stores for it in self.forms[0][0].tables[:4]]
-        copied = kept(len(block.words)) < stores
+        block, behind = self.make_block(counts)
+        which, offsets, words, done, cut = self.copy_of(block, False)
+        chance = np.random.default_rng(self.rng.integers(2**32)).random
+        made = [chance(it.shape) < stores for it in self.forms[0][0].tables[:4]]
+        has_room = (chance(self.E) < stores) | (after != "room")
+        copied = (chance(len(words)) < stores) | (after == "publish")
+        first = int(stores * len(which)) if after == "publish" else 0  # so many lanes are published
         for index, rows in self.forms:
-            which, offsets, words, done, cut = self.copy_of(block, False)
-            tables, n = index.tables, len(words)
-            if isinstance(rows, DeviceRows):
-                how, _ = rows._compared(block)
+            tables, n, is_on_device = index.tables, len(words), isinstance(rows, DeviceRows)
+            if is_on_device:
+                how, lasts = rows._compared(block)
             else:
                 how, tips = np.empty(n, np.uint8), np.empty(len(which), np.int64)
                 streams.find_tips(tables, which, tips)
@@ -225,23 +233,30 @@ class Machine(RuleBasedStateMachine):
                     *(rows._entries, self.layout.sizes, self.k, tips, offsets, words, how)
                 )
             at, slots = np.empty(n, np.int64), np.empty(n, np.int64)
+            saved = [it.copy() for it in tables[:5]]
             streams.make_room(tables, which, offsets, how, at)
             if after == "room":
+                np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            saved = [it.copy() for it in tables[:4]]
             streams.enter(tables, which, offsets, at, done, cut, slots)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)
                 continue
             part = words[copied], how[copied], at[copied]
-            if isinstance(rows, DeviceRows):
+            if is_on_device:
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
             else:
                 streams.copy_in(*(rows._entries, self.layout.sizes, self.k), *part)
+            streams.publish(tables, which[:first], offsets[: first + 1])
+            if is_on_device:
+                has_rows = which[:first][np.diff(offsets)[:first] > 0]
+                rows._keep(has_rows, lasts[: len(has_rows)])
         for e, lane in enumerate(self.lanes):  # no more than its rows need
-            if counts[e]:
+            if counts[e] and has_room[e]:
                 self.room[e] = max(self.room[e], len(lane.rows) + counts[e] - self.T)
+        named = which[:first]
+        self.took(block, [self.lanes[e] for e in named], [behind[e] for e in named], False)
 
     @rule()
     def rewrite(self):
@@ -482,7 +497,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestStreams = pytest.mark.requirement("stored-once")(Machine.TestCase)
-TestStreams.settings = settings(max_examples=60, stateful_step_count=12, phases=QUICK)
+TestStreams.settings = settings(max_examples=150, stateful_step_count=12, phases=QUICK)
 
 
 @pytest.mark.search
