@@ -206,7 +206,7 @@ class UniformReplayStorage(ReplayStorage):
                 goals.
         """
         num_envs = arguments.integer("num_envs", given["num_envs"], at_least=1)
-        capacity = arguments.integer("storage_size", given["storage_size"])
+        capacity = arguments.integer("storage_size", given["storage_size"], at_least=1)
         if capacity < num_envs:
             raise ValueError(
                 "storage_size counts transitions over all environments, so it must be at least "

@@ -7,7 +7,6 @@ CONTRACT_PLACES=memory,device pytest tests/contract
 from __future__ import annotations
 
 import atexit
-import inspect
 import os
 import shutil
 import tempfile
@@ -144,9 +143,6 @@ def make(
         **keywords,
         **options,
     }
-    old = "goal_selection_strategy"
-    if "strategy" in options and old in inspect.signature(make_recipe).parameters:
-        options[old] = options.pop("strategy")
     return make_recipe(*spaces(layout), **options)
 
 

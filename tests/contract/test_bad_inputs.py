@@ -426,6 +426,7 @@ OPTIONS = {
     "prefetch": [-1, 1.5, "x"],
     "seed": [-1, 1.5, "x"],
     "sample_unit": [5, "x"],
+    "transform": [5, [5]],
     "autoreset_mode": ["sometimes", 5],
     "on_gap": ["stop", 5],
     "frame_stack": [1, 0, 1.5, "x"],
