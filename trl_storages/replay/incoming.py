@@ -62,7 +62,7 @@ def record(storage: Any, step: Sequence[Any]) -> torch.Tensor | None:
     recorder, writer = storage._recorder, storage._writer
     with storage._replay_lock, storage._write_lock:
         transform, then = storage._transform, storage._sampler.extend
-        read, memory = recorder.read(step, getattr(storage._storage, "layout", None))
+        read, memory = recorder.read(step, storage._storage.layout)
         if memory is not None:
             tell = then
 

@@ -91,7 +91,7 @@ def make_loader(
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
     pin_memory = arguments.flag("pin_memory", pin_memory)
     seed = arguments.optional(arguments.integer, "seed", seed)
-    if getattr(storage.storage, "files", None) is None:
+    if storage.storage.files is None:
         raise RuntimeError(
             "workers read rows from a directory, and these are in memory (or none was written yet): "
             "make the storage with path=, or scratch_dir= and fields=."

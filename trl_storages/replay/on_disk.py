@@ -8,12 +8,11 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
-from torchrl.data import Storage
 
 from trl_storages.arguments import tracker
 from trl_storages.disk import Directory
 from trl_storages.disk.words import State
-from trl_storages.rows import check_writable
+from trl_storages.rows import PackedStorage, check_writable
 from trl_storages.samplers import WrappingSampler, progress_of_draws, resume_draws
 
 __all__ = [
@@ -29,9 +28,9 @@ __all__ = [
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _written_by(storage: Storage) -> Directory | None:
+def _written_by(storage: PackedStorage) -> Directory | None:
     """Returns the directory if this process writes the rows, else None."""
-    directory = files.directory if (files := getattr(storage, "files", None)) is not None else None
+    directory = None if storage.files is None else storage.files.directory
     return directory if directory is not None and directory.is_writer else None
 
 
@@ -41,14 +40,14 @@ def consistent_read(method: Method) -> Method:
     @wraps(method)
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._replay_lock, self._write_lock:
-            if (files := getattr(self._storage, "files", None)) is None:
+            if (files := self._storage.files) is None:
                 return method(self, *args, **kwargs)
             return files.read_consistently(partial(method, self, *args, **kwargs))
 
     return read  # type: ignore[return-value]
 
 
-def look(rows: Storage) -> State | None:
+def look(rows: PackedStorage) -> State | None:
     """Refreshes rows that another process writes, unless a consistent read is under way.
 
     Returns:
@@ -57,7 +56,7 @@ def look(rows: Storage) -> State | None:
     Raises:
         RuntimeError: as `RowFiles.refresh`.
     """
-    files = getattr(rows, "files", None)
+    files = rows.files
     reader = None if files is None else files.reader
     if reader is None:
         return None
@@ -72,7 +71,7 @@ def resume(storage: Any) -> None:
     Raises:
         ValueError: its description is damaged.
     """
-    files, sampler = getattr(storage._storage, "files", None), storage._sampler
+    files, sampler = storage._storage.files, storage._sampler
     if files is None:
         return
     if isinstance(sampler, WrappingSampler):
@@ -125,16 +124,16 @@ def close(storage: Any, *, keep: bool) -> None:
         directory.delete()
 
 
-def note_all(rows: Storage) -> None:
+def note_all(rows: Any) -> None:
     """Marks all rows on disk as read, within a `consistent_read` method."""
-    if (files := getattr(rows, "files", None)) is not None:
+    if (files := rows.files) is not None:
         episodes = rows.episodes
         files.note(files.source.words.slots_read(episodes.host_tails, episodes.host_steps))
 
 
-def check_rows(rows: Storage, progress: bool) -> None:
+def check_rows(rows: Any, progress: bool) -> None:
     """Raises a RuntimeError if a row on disk does not match its checksum."""
-    if (files := getattr(rows, "files", None)) is None:
+    if (files := rows.files) is None:
         return
     note_all(rows)
     episodes, track = rows.episodes, tracker("checking rows", progress)

@@ -78,13 +78,6 @@ class EpisodeAnswers:
         return len(self) == self.capacity
 
     @property
-    def is_level(self) -> bool:
-        """Whether all lanes hold equally many rows and the live slots are the first ones."""
-        fill, start = self.host_fill, self.host_tails % self.ring_steps
-        is_at_start = (start == 0) | (fill == self.ring_steps) | (fill == 0)
-        return bool(((fill == fill[0]) & is_at_start).all())
-
-    @property
     def num_slots_reached(self) -> int:
         """The number of slots up to and including the last live one."""
         fill, start = self.host_fill, self.host_tails % self.ring_steps

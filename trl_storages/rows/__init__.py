@@ -8,7 +8,7 @@ from trl_storages.rows.packed import PackedStorage, check_writable
 from trl_storages.rows.row_view import RowView
 from trl_storages.rows.saved_rows import Moved
 from trl_storages.rows.stacks import Evicted, Stacks
-from trl_storages.rows.staging import StepBlock, as_array, pairs_of, rows_of_flags, stage
+from trl_storages.rows.staging import StepBlock, as_array, pairs_of, stage
 from trl_storages.rows.views import nest
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "nested_sizes",
     "pairs_of",
     "read_fields",
-    "rows_of_flags",
     "stacked_observations",
     "stage",
     "stored_fields",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data import LazyTensorStorage, Storage
+from torchrl.data import LazyTensorStorage
 
 from trl_storages import arguments
 from trl_storages.arguments import tracker
@@ -828,7 +828,7 @@ class PackedStorage(SavedPart, LazyTensorStorage):  # type: ignore[misc]
         )
 
 
-def check_writable(storage: Storage) -> None:
+def check_writable(storage: PackedStorage) -> None:
     """Raises a RuntimeError if rows are in a directory that this process may not write."""
-    if (files := getattr(storage, "files", None)) is not None:
-        files.check_writable()
+    if storage.files is not None:
+        storage.files.check_writable()

@@ -21,7 +21,7 @@ from trl_storages.rows.stacks import framed_rows
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
 
-__all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "rows_of_flags", "stage"]
+__all__ = ["StepBlock", "as_array", "pairs_of", "rows_of", "stage"]
 
 # The alignment of columns as tensors.
 _ALIGNED = 16
@@ -90,14 +90,6 @@ def rows_of(
         done = None if done is None else plain([done])[0]
     size = batch_size.numel(), layout.num_words
     return framed_rows(layout, new_rows(fields, layout.places, *size, done, device))
-
-
-def rows_of_flags(done: torch.Tensor, num_rows: int, device: torch.device) -> NewRows:
-    """Returns n rows without fields, with only the flags that end episodes."""
-    new_rows, places = backend(device).NewRows, np.zeros((0, 2), np.int64)
-    if new_rows.reads_fields:
-        [done] = plain([done])
-    return new_rows([], places, num_rows, 0, done, device)
 
 
 class StepBlock:

@@ -326,18 +326,17 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
         if storage is None:
             return False
         episodes = episodes_of(storage)
-        if storage.ndim != 1 or storage.max_size > self._max_capacity:
+        if storage.max_size > self._max_capacity:
             raise ValueError(
-                f"PERSampler needs a storage of ndim=1 and at most max_capacity="
-                f"{self._max_capacity} rows, got ndim={storage.ndim} and {storage.max_size}."
+                f"PERSampler needs a storage of at most max_capacity={self._max_capacity} rows, got "
+                f"{storage.max_size}."
             )
-        device = getattr(storage, "device", None)
-        if device is not None and device != self._table.device and device != "auto":
-            table = self._make_table(torch.device(device))
+        if storage.device != self._table.device:
+            table = self._make_table(storage.device)
             if self._table.has_rows:
                 table.load_state_dict(self._table.state_dict())
             self._table = table
-        files = getattr(storage, "files", None)
+        files = storage.files
         if (0 if files is None else files.refreshes) != self._table.refreshes:
             if self._table.follow(storage):
                 return False
@@ -369,7 +368,7 @@ class PERSampler(SavedPart, Strict, PrioritizedSampler):  # type: ignore[misc]
         if self._table.has_rows:
             self.attach(storage)
         table, episodes = self._table, episodes_of(storage)
-        if not table.has_rows or getattr(storage, "reader", None) is not None:
+        if not table.has_rows or storage.reader is not None:
             return
         live, goes_on = episodes.live_slots().cpu(), True
         if before is not None:
@@ -505,7 +504,7 @@ def prioritized_of(sampler: Sampler) -> PERSampler | None:
 
 def _warn_of_forgotten(storage: Storage) -> None:
     """Warns that no priority was reported, except in a process that only reads the rows of another."""
-    if (files := getattr(storage, "files", None)) is None or files.reader is None:
+    if storage.reader is None:
         warn_caller(
             f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported, so all "
             "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, which "

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import torch
 from tensordict import NestedKey
-from torchrl.data import Storage
 
 from trl_storages import arguments
 from trl_storages.callers import warn_caller
 from trl_storages.kernels.tables import Block
 from trl_storages.keys import continued_keys, next_key
 from trl_storages.priorities import DeferredFlag
-from trl_storages.rows import Layout, pairs_of
+from trl_storages.rows import Layout, PackedStorage, pairs_of
 
 if TYPE_CHECKING:
     from trl_storages.kernels.device import NewRows
@@ -92,9 +91,9 @@ class GapWatch:
 
     def find(
         self,
-        storage: Storage,
+        storage: PackedStorage,
         rows: NewRows,
-        layout: Layout | None,
+        layout: Layout,
         block: Block,
     ) -> torch.Tensor | None:
         """Finds the gaps among rows to write; see `kernels.host.Ring`.
@@ -102,15 +101,15 @@ class GapWatch:
         Args:
             storage: holds the rows before them.
             rows: with at least the fields that are compared.
-            layout: of these rows; None if they have no fields.
+            layout: of these rows.
             block: maps rows to lanes and steps.
 
         Returns:
             `[L, T]` bool; may be None if there are none.
         """
-        if layout is None or not len(pairs := self.pairs(layout)):
+        if not len(pairs := self.pairs(layout)):
             return None
-        ring = storage.episodes.ring
+        ring = storage.episodes.ring  # type: ignore[union-attr]
         found: torch.Tensor | None = ring.find_gaps(rows, block, pairs, storage.table)
         return found
 

@@ -33,8 +33,6 @@ class Ring(RingTables):
         block: Block,
         pairs: np.ndarray,
         table: RowTable | None = None,
-        *,
-        is_ring: bool = True,
     ) -> torch.Tensor | None:
         """Finds rows that do not continue the row before them, bit for bit."""
         lanes, cut = self.named(block.lanes), block.cut
@@ -42,9 +40,7 @@ class Ring(RingTables):
         now = words.view(torch.uint8)
         before = torch.zeros_like(now[:, 0])
         if table is not None:
-            before = (table.rows_at(self.newest_slots(lanes)) if is_ring else table.rows).view(
-                torch.uint8
-            )
+            before = table.rows_at(self.newest_slots(lanes)).view(torch.uint8)
         led_to = torch.cat([before.unsqueeze(1), now[:, :-1]], 1)
         gaps = torch.zeros_like(done)
         for at, end in pairs.tolist():

@@ -88,8 +88,6 @@ class Ring(RingTables):
         block: Block,
         pairs: np.ndarray,
         table: RowTable | None = None,
-        *,
-        is_ring: bool = True,
     ) -> torch.Tensor | None:
         """Finds rows that do not continue the row before them, bit for bit.
 
@@ -101,7 +99,6 @@ class Ring(RingTables):
             pairs: `[p, 2]` int64, for each compared field: its index, and that of the field under `next`
                 which it must equal in the row before.
             table: holds the rows before; None if no lane has an open episode.
-            is_ring: whether the table is that of the ring; otherwise it holds the rows before, `[L, W]`.
 
         Returns:
             `[L, S]` bool; may be None if there are none.
@@ -109,7 +106,7 @@ class Ring(RingTables):
         given = self.given(rows, block)
         gaps = torch.empty(len(given[0]), block.num_steps, dtype=torch.bool)
         before = _NO_ROWS if table is None else table.before
-        is_any = find_gaps(self._arrays, given, rows.sources, pairs, is_ring, before, address(gaps))
+        is_any = find_gaps(self._arrays, given, rows.sources, pairs, before, address(gaps))
         return gaps if is_any else None
 
     def append(

@@ -213,7 +213,6 @@ def find_gaps(
     given: Any,
     sources: Any,
     pairs: Any,
-    is_ring: bool,
     before: Any,
     gaps_at: int,
 ) -> bool:
@@ -224,8 +223,7 @@ def find_gaps(
         given: the steps.
         sources: `[f, 4]` of the rows.
         pairs: `[p, 2]` a field, and the field under `next` that it must equal in the row before.
-        is_ring: whether `before` holds the rows of the ring; otherwise the rows before, `[L, *]`.
-        before: the rows before; the header of the newest one is in a tip, if they share next values.
+        before: the rows of the ring; the header of the newest one is in a tip, if they share next values.
         gaps_at: the address of the output, `[L, S]` bool; 0 for none.
 
     Returns:
@@ -240,7 +238,7 @@ def find_gaps(
     for i in range(len(written)):
         lane, previous = written[i], 0
         goes_on = lanes[lane, OPEN] != 0
-        newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane if is_ring else i
+        newest = (lanes[lane, CURSOR] - 1) % room * len(lanes) + lane
         own = table.ctypes.data + newest * table.shape[1] * _WORD - moved
         after = own
         if moved > 0:
@@ -294,7 +292,7 @@ def append_steps(
     episode, spans, lanes, room = ring
     written, num_steps = given[0], given[1]
     slots = array_at(slots_at, num_rows, np.int64)
-    if len(pairs) > 0 and find_gaps(ring, given, sources, pairs, True, (table, slots, table, 0), 0):
+    if len(pairs) > 0 and find_gaps(ring, given, sources, pairs, (table, slots, table, 0), 0):
         return True
     for i in range(len(written)):
         lane = written[i]
