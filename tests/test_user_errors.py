@@ -208,24 +208,6 @@ class TestServices:
         with pytest.raises(ValueError, match=r"service_backend must be one of \('direct', 'ray'\)"):
             kind(service_backend="thread")
 
-    @pytest.mark.parametrize(
-        ("options", "error", "told"),
-        [
-            ({"nstep": 3}, TypeError, "no keyword 'nstep': use n_step="),
-            ({"eta": 2}, ValueError, "eta must be in"),
-            ({"on_gap": "x"}, ValueError, "on_gap must be one of"),
-            ({"autoreset_mode": "x"}, ValueError, "autoreset_mode must be"),
-            ({"extra_fields": {"action": (torch.float32, ())}}, ValueError, "extra_fields must be"),
-            ({"strategy": "x"}, ValueError, "strategy must be"),
-            ({"num_goals": -1}, ValueError, "num_goals must be"),
-            ({"num_envs": 200}, ValueError, "must be at least num_envs=200; got 120"),
-        ],
-        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-    )
-    def test_options_that_do_not_fit(self, options, error, told):
-        with pytest.raises(error, match=told):
-            storage_for(**options)
-
 
 def test_a_directory_of_stacks_is_reopened_with_frame_stack(tmp_path):
     spaces, options = (Box(0, 255, (4, 8, 8), np.uint8), Discrete(2)), {"storage_size": 20}
