@@ -1,175 +1,141 @@
-"""A writer is killed at any moment: what it wrote is there up to some step of each lane, and right."""
+"""A writer is killed, or the power is cut, at any moment: what it wrote is there up to some step.
+
+A cut of the power is simulated: of each page that was written since `flush()`, chance decides whether it
+is on disk.
+"""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from contract.make import make
-from contract.steps import Player, Transition, assert_same, ids_of, rows, transition_of, write
+import torch
+from contract.make import DISCOUNT
+from contract.model import Model
+from contract.steps import Transition, assert_same, ids_of, rows
+from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
 
 pytestmark = [
     pytest.mark.requirement("persistence"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*loss of power:RuntimeWarning"),
 ]
 
-LANES, STEPS = 2, 12
+STEPS, MANY_STEPS = 12, 200
+PAGE = 4096
 
 
-def opened(path: Path, **options: Any) -> Any:
-    sizes = {"lanes": LANES, "size": LANES * STEPS, "batch_size": 16}
-    return make("n-step", place="directory", path=path, **sizes, **options)
+def check_draws(storage, lanes: list[list[Transition]]) -> None:
+    """Folds over three steps are those of the episodes that are there."""
+    if not any(lanes):
+        assert not storage.can_sample()
+        return
+    model = Model(LANES, max(len(steps) for steps in lanes))
+    for lane, steps in enumerate(lanes):
+        for step in steps:
+            model.write(lane, step)
+    batch = storage.sample(32)
+    drawn = [model.live[number] for number in ids_of(batch).tolist()]
+    folds = [model.fold(row, 3, DISCOUNT) for row in drawn]
+    wanted = rows([row.step for row in drawn])
+    wanted["next"] = rows([fold.last.step for fold in folds])["next"].exclude("reward")
+    assert_same(batch, wanted)
+    rewards = torch.tensor([[fold.reward] for fold in folds])
+    assert torch.allclose(batch["next", "reward"], rewards, rtol=1e-6, atol=0)
+    assert batch["steps_to_next_obs"].flatten().tolist() == [fold.num_steps for fold in folds]
 
 
-def right(found: Any) -> list[Transition]:
-    """The transitions of rows, each of which is as it was written: no row is torn."""
-    steps = [transition_of(row) for row in found]
-    assert_same(found, rows(steps))
-    return steps
-
-
-def play(storage: Any, players: list[Player], luck: random.Random) -> None:
-    num_steps = luck.randint(1, 7)
-    write(
-        storage,
-        [
-            [player.step("terminated" if luck.random() < 0.2 else "") for _ in range(num_steps)]
-            for player in players
-        ],
-    )
-
-
-@contextmanager
-def writing(path: Path, seed: int, start: int) -> Iterator[int]:
-    """A process that writes without an end, from the ids of each lane that are not used yet."""
-    pid = os.fork()
-    if not pid:
-        try:
-            storage, luck = opened(path), random.Random(seed)
-            players = [Player(lane) for lane in range(LANES)]
-            for player in players:
-                for _ in range(start):
-                    player.jump()
-                player.reset()
-            storage.end_episodes()
-            while True:
-                play(storage, players, luck)
-        finally:
-            os._exit(1)
-    try:
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def next_start(lanes: list[list[Transition]]) -> int:
+    """An id that was not given yet, whatever was lost."""
+    return max([0, *(step.id % (1 << 20) for steps in lanes for step in steps)]) + 1000
 
 
 def kill_and_reopen(path: Path, times: int, seed: int) -> None:
     luck = random.Random(seed)
-    start = 0
-    opened(path).close()
+    opened(path, STEPS).close()
+    lanes: list[list[Transition]] = [[] for _ in range(LANES)]
     for number in range(times):
-        with writing(path, number, start):
-            time.sleep(luck.uniform(0.01, 0.2))
-        storage = opened(path)
-        newest = [0]
-        steps = right(storage[:]) if len(storage) else []
-        newest += [step.id % (1 << 20) for step in steps]
-        start = max(newest) + 10
+        script = Script(luck.random(), next_start(lanes), luck.choice([1, 7, STEPS]))
+        with writing(path, STEPS, script) as writer:
+            writer.wait_for(luck.randint(1, 30))
+            time.sleep(luck.uniform(0, 0.002))
+        written = writer.num_written
+        sure = [old + new for old, new in zip(lanes, script.until(written), strict=True)]
+        storage = opened(path, STEPS)
+        lanes = found(storage)
+        assert_kept(lanes, sure, script.block(written), STEPS)
         storage.validate()
+        check_draws(storage, lanes)
         # Other writes follow.
-        players = [Player(lane) for lane in range(LANES)]
-        for player in players:
-            for _ in range(start):
-                player.jump()
-            player.reset()
-        storage.end_episodes()
-        for _ in range(3 * number):
-            play(storage, players, luck)
-        if number:
-            check_each_run(storage)
-        start += 1000
+        write_on(storage, Script(number, next_start(lanes)), lanes, luck.randint(0, 6))
+        assert found(storage) == [steps[-STEPS:] for steps in lanes]
+        check_draws(storage, found(storage))
         storage.close()
 
 
-def check_each_run(storage: Any) -> None:
-    """Every row is right, and in each lane ids rise in the order of time."""
-    steps = right(storage[:])
-    for lane in range(LANES):
-        its = [step.id for step in steps if step.lane == lane]
-        assert its == sorted({*its})
-        assert len(its) <= STEPS
-    assert len({len([step for step in steps if step.lane == lane]) for lane in range(LANES)}) <= 2
-    storage.n_step = 1
-    assert {*ids_of(storage.sample(64)).tolist()} <= {step.id for step in steps}
-
-
 def test_a_writer_that_is_killed(tmp_path):
-    kill_and_reopen(tmp_path / "rows", 6, 0)
+    kill_and_reopen(tmp_path / "rows", 10, 0)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("seed", range(10))
 def test_a_writer_that_is_killed_often(tmp_path, seed):
-    kill_and_reopen(tmp_path / "rows", 50, seed)
+    kill_and_reopen(tmp_path / "rows", 100, seed)
 
 
-def read_beside_a_writer(path: Path, seconds: float) -> None:
-    opened(path).close()
-    with writing(path, 0, 0):
-        reader, drawn = opened(path, mode="r"), 0
-        until = time.monotonic() + seconds
-        while time.monotonic() < until or not drawn:
-            if not reader.can_sample():
-                continue
-            reader.n_step = 1
-            drawn += len(right(reader.sample(64)))
-            steps = right(reader[:])
-            for lane in range(LANES):
-                its = [step.id for step in steps if step.lane == lane]
-                assert its == sorted({*its})
-    assert drawn
+def after_cut(before: Path, now: Path, to: Path, luck: random.Random) -> None:
+    """Makes what a cut of the power may leave: of each page what was flushed, or what is there now."""
+    shutil.copytree(now, to)
+    share = luck.choice([0.1, 0.5, 0.9])
+    for file in [path for path in to.rglob("*") if path.is_file()]:
+        if not (old := before / file.relative_to(to)).exists():
+            continue
+        data, flushed = bytearray(file.read_bytes()), old.read_bytes()
+        for start in range(0, min(len(data), len(flushed)), PAGE):
+            if luck.random() < share:
+                page = flushed[start : start + PAGE]
+                data[start : start + len(page)] = page
+        file.write_bytes(data)
 
 
-@pytest.mark.requirement("disk-workers")
-def test_a_reader_beside_a_writer(tmp_path):
-    read_beside_a_writer(tmp_path / "rows", 1.5)
+def cut_the_power(path: Path, seed: int, flush_at: int, num_moments: int) -> None:
+    """Opens copies of a directory from right after a flush, and from the middle of later writes."""
+    luck, script = random.Random(seed), Script(seed)
+    sure, num_checked = script.until(flush_at + 1), 0
+    opened(path, MANY_STEPS).close()
+    with writing(path, MANY_STEPS, script, flush_at=flush_at) as writer:
+        writer.wait_until_stopped()
+        shutil.copytree(path, flushed := path.with_name("flushed"))
+        for number in range(num_moments):
+            shutil.copytree(path, now := path.with_name(f"now {number}"))
+            unsure = [steps[len(sure[0]) :] for steps in script.until(writer.num_written + 1)]
+            after_cut(flushed, now, cut := path.with_name(f"cut {number}"), luck)
+            for copied in (now, cut):
+                storage = opened(copied, MANY_STEPS)
+                lanes = found(storage)
+                num_checked += assert_kept(lanes, sure, unsure, MANY_STEPS)
+                storage.validate()
+                check_draws(storage, lanes)
+                write_on(storage, Script(number, next_start(lanes)), lanes, 3)
+                assert found(storage) == [steps[-MANY_STEPS:] for steps in lanes]
+                storage.close()
+                shutil.rmtree(copied)
+            writer.go_on()
+            time.sleep(luck.uniform(0, 0.003))
+            writer.stop()
+    assert num_checked
+
+
+@pytest.mark.parametrize("flush_at", [0, 30, 100])
+def test_the_power_is_cut(tmp_path, flush_at):
+    cut_the_power(tmp_path / "rows", 0, flush_at, 6)
 
 
 @pytest.mark.search
-@pytest.mark.requirement("disk-workers")
-def test_a_reader_beside_a_writer_for_long(tmp_path):
-    read_beside_a_writer(tmp_path / "rows", 60)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_a_damaged_directory_is_refused_or_right(tmp_path, seed):
-    """Bytes of any file are changed, or its end is cut off."""
-    storage, luck = opened(tmp_path / "rows"), random.Random(seed)
-    players = [Player(lane) for lane in range(LANES)]
-    for _ in range(6):
-        play(storage, players, luck)
-    storage.close()
-    files = [
-        path for path in (tmp_path / "rows").rglob("*") if path.is_file() and path.stat().st_size
-    ]
-    file = luck.choice(sorted(files))
-    data = bytearray(file.read_bytes())
-    if luck.random() < 0.5:
-        del data[luck.randrange(len(data)) :]
-    else:
-        data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
-    file.write_bytes(data)
-    try:
-        storage = opened(tmp_path / "rows")
-        storage.validate()
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError):
-        return
-    right(storage[:]) if len(storage) else None
+@pytest.mark.parametrize("seed", range(30))
+def test_the_power_is_cut_often(tmp_path, seed):
+    cut_the_power(tmp_path / "rows", seed, [0, 20, 40, 100][seed % 4], 40)

@@ -1,0 +1,140 @@
+"""Readers beside a process that writes and evicts all the time: every batch is as if it were alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from contract.make import DISCOUNT
+from contract.model import Model
+from contract.steps import Transition, assert_same, ids_of, rows
+from contract.writers import LANES, Script, assert_kept, found, opened, writing
+
+pytestmark = [
+    pytest.mark.requirement("disk-workers"),
+    pytest.mark.requirement("persistence"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
+]
+
+STEPS, PATIENCE = 12, 60
+
+
+class Checker:
+    """Checks batches by what the writer writes.
+
+    Args:
+        script: what that is.
+        n_step: of the batches.
+    """
+
+    def __init__(self, script: Script, n_step: int) -> None:
+        self._script, self._n_step, self._num_blocks = script, n_step, 0
+        self._lanes: list[list[Transition]] = [[] for _ in range(LANES)]
+        self._places: dict[int, int] = {}
+
+    def look(self, num_blocks: int) -> None:
+        """Learns what is written up to a block."""
+        for number in range(self._num_blocks, num_blocks):
+            for lane, steps in zip(self._lanes, self._script.block(number), strict=True):
+                self._places |= {step.id: len(lane) + place for place, step in enumerate(steps)}
+                lane += steps
+        self._num_blocks = max(num_blocks, self._num_blocks)
+
+    def stretch(self, first: int, num_steps: int) -> list[Transition]:
+        """The step of this id and those after it."""
+        place = self._places[first]
+        return self._lanes[first // (1 << 20)][place : place + num_steps]
+
+    def check(self, batch: Any, newest: list[int]) -> None:
+        """Checks each row, its fold over the steps after it, and its goal.
+
+        Args:
+            batch: a batch.
+            newest: the newest id of each lane, before it was drawn.
+        """
+        ids, wanted, lasts, rewards = ids_of(batch).tolist(), [], [], []
+        goals = batch["desired_goal"].long().tolist()
+        for number, num_steps, (goal, kind) in zip(ids, self.lengths(batch), goals, strict=True):
+            steps = self.stretch(number, num_steps)
+            assert len(steps) == num_steps
+            assert len({step.first for step in steps}) == 1
+            last = steps[-1]
+            # A window is as long as it can be.
+            assert num_steps == self._n_step or last.end or last.id >= newest[last.lane]
+            model = Model(LANES, num_steps)
+            for step in steps:
+                model.write(step.lane, step)
+            first = model.live[number]
+            goal_id = goal if kind == 1 else None
+            assert kind == 1 or goal == first.step.first
+            if kind == 1:
+                # That of a step which came after it in its episode.
+                lender = self.stretch(goal - 1, 1)[0]
+                assert lender.first == first.step.first
+                assert lender.id >= number
+            rewards.append([model.fold(first, num_steps, DISCOUNT, goal_id).reward])
+            wanted.append(first.step)
+            lasts.append(last)
+        expected = rows(wanted)
+        expected["next"] = rows(lasts)["next"].exclude("reward")
+        for key in ("desired_goal", ("next", "desired_goal")):
+            expected[key] = batch["desired_goal"]
+        assert_same(batch, expected)
+        assert torch.allclose(batch["next", "reward"], torch.tensor(rewards), rtol=1e-6, atol=0)
+
+    def lengths(self, batch: Any) -> list[int]:
+        if self._n_step == 1:
+            return [1] * len(batch)
+        return batch["steps_to_next_obs"].flatten().tolist()
+
+
+def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
+    opened(path, STEPS, kind).close()
+    script = Script(0)
+    checker = Checker(script, 1 if kind == "hindsight" else 3)
+    num_drawn = num_relabelled = num_overtaken = 0
+    with writing(path, STEPS, script, kind) as writer:
+        reader = opened(path, STEPS, kind, mode="r")
+        writer.wait_for(1)
+        begin, first = time.monotonic(), writer.num_written
+        # Until rows were evicted while they were drawn.
+        while time.monotonic() < begin + seconds or num_overtaken < 10:
+            assert time.monotonic() < begin + PATIENCE
+            before = writer.num_written
+            batch = reader.sample(32)
+            between = writer.num_written
+            lanes = found(reader)
+            after = writer.num_written + 1
+            checker.look(after)
+            # What was written before is there, but for what was evicted since.
+            parts = [
+                [[step for block in blocks for step in block[lane]] for lane in range(LANES)]
+                for blocks in (
+                    [script.block(number) for number in range(max(between - 20, 0), between)],
+                    [script.block(number) for number in range(between, after)],
+                )
+            ]
+            assert_kept(lanes, *parts, STEPS)
+            newest = [steps[-1].id for steps in script.block(before - 1)]
+            checker.check(batch, newest)
+            num_overtaken += STEPS <= before < between
+            num_drawn += len(batch)
+            num_relabelled += int((batch["desired_goal"][:, 1] == 1).sum())
+        # The writer came around many times.
+        assert writer.num_written - first > 10 * STEPS
+    assert num_drawn
+    assert (num_relabelled > 0) == (kind in ("hindsight", "all"))
+
+
+@pytest.mark.parametrize("kind", ["n-step", "hindsight", "all"])
+def test_a_reader_beside_a_writer(tmp_path, kind):
+    read_beside_a_writer(tmp_path / "rows", kind, 1)
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("kind", ["n-step", "hindsight", "all"])
+def test_a_reader_beside_a_writer_for_long(tmp_path, kind):
+    read_beside_a_writer(tmp_path / "rows", kind, 60)
