@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends, fold
-from contract.make import assemble, library, make
+from contract.make import PLACES, assemble, library, make
 from contract.steps import ids_of, reward_fn
 from scipy import stats
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
@@ -90,6 +90,40 @@ class TestEpochs:
         lanes.write(storage, [ends([], 2)])
         rest = set(lanes.live()[:-2]) - set(first)
         assert Counter(lanes.of(storage.sample(len(rest)))) == Counter(rest)
+
+    @pytest.mark.parametrize("other", ["memory", "directory", "device"])
+    def test_an_epoch_goes_on_after_loading(self, place, other):
+        if other not in PLACES or (place == "device") != (other == "device"):
+            pytest.skip("a device is a setting of the process")
+        saved, loaded = (
+            assemble(24, 2, place=where, sampler=UniformSampler(without_replacement=True))
+            for where in (place, other)
+        )
+        lanes = HISTORIES["unequal fill"].write(saved)
+        drawn = lanes.of(saved.sample(5))
+        loaded.load_state_dict(saved.state_dict())
+        rest = len(lanes.live()) - 5
+        expected = lanes.of(saved.sample(rest))
+        assert lanes.of(loaded.sample(rest)) == expected
+        assert Counter(drawn + expected) == Counter(lanes.live())
+
+    def test_an_iteration_is_an_epoch(self):
+        storage = assemble(10, sampler=UniformSampler(without_replacement=True), batch_size=5)
+        lanes = Lanes(10)
+        lanes.write(storage, [ends([4, 6])])
+        for _ in range(2):
+            drawn = [step for batch in storage for step in lanes.of(batch)]
+            assert Counter(drawn) == Counter(lanes.live())
+
+    def test_an_emptied_storage_begins_an_epoch(self, place):
+        sampler = UniformSampler(without_replacement=True)
+        storage, lanes = assemble(10, place=place, sampler=sampler), Lanes(10)
+        lanes.write(storage, [ends([4, 6])])
+        storage.sample(4)
+        storage.empty()
+        lanes = Lanes(10)
+        lanes.write(storage, [ends([3])])
+        assert Counter(lanes.of(storage.sample(3))) == Counter(lanes.live())
 
     def test_all_orders_are_as_likely(self):
         storage, lanes = assemble(3, sampler=UniformSampler(without_replacement=True)), Lanes(3)

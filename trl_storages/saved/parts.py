@@ -14,7 +14,7 @@ import torch
 from trl_storages import arguments
 from trl_storages.saved.files import NewState, read_state
 
-__all__ = ["SavedPart", "SavedState", "StockPart", "as_part"]
+__all__ = ["OtherPart", "SavedPart", "SavedState", "as_part"]
 
 _LARGEST = 2**63 - 1
 _MENDED = "load what a storage of the same make saved. Nothing was changed."
@@ -186,11 +186,11 @@ class SavedPart:
 
 
 def as_part(part: Any) -> SavedPart:
-    """Returns the part itself if it is a `SavedPart`, else wraps it in a `StockPart`."""
-    return part if isinstance(part, SavedPart) else StockPart(part)
+    """Returns the part itself if it is a `SavedPart`, else wraps it in a `OtherPart`."""
+    return part if isinstance(part, SavedPart) else OtherPart(part)
 
 
-class StockPart(SavedPart):
+class OtherPart(SavedPart):
     """Wraps a sampler of the user's own.
 
     A state is checked by comparing it with the part's current state and loading it into a copy.
@@ -217,7 +217,7 @@ class StockPart(SavedPart):
         kept = (vars(self._part).get(name) for name in ("_rng", "_storage"))
         trial = copy.deepcopy(self._part, {id(it): it for it in kept if it is not None})
         try:
-            StockPart(trial).take_state(copy.deepcopy(state_dict))
+            OtherPart(trial).take_state(copy.deepcopy(state_dict))
         except Exception as error:  # third-party code may raise anything
             raise ValueError(f"{what} can't be loaded: {error!r}. Nothing was changed.") from error
 
