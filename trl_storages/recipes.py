@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
 
@@ -82,7 +83,8 @@ _SYNONYMS = {
 
 def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
     """Wraps a constructor, so that other libraries' names raise with the name to use."""
-    ours = {theirs: name for name, said in _SYNONYMS.items() for theirs in said.split()}
+    names = _SYNONYMS.keys() & signature(make).parameters
+    ours = {theirs: name for name in names for theirs in _SYNONYMS[name].split()}
 
     @wraps(make)
     def made(*args: Options.args, **options: Options.kwargs) -> None:

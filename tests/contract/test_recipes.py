@@ -231,6 +231,10 @@ def test_keywords_are_explicit(kind):
     assert not [it for it in shown.values() if it.kind in (it.VAR_KEYWORD, it.VAR_POSITIONAL)]
     with pytest.raises(TypeError, match="use storage_size="):
         make(kind, buffer_size=40)
+    # Of hindsight alone.
+    answer = "use strategy=" if kind in ("hindsight", "all") else "unexpected keyword"
+    with pytest.raises(TypeError, match=answer):
+        make(kind, goal_selection_strategy="final")
     with pytest.raises(TypeError, match="colour"):
         make(kind, colour="red")
 
