@@ -49,14 +49,6 @@ def make_hindsight(capacity, num_envs=1, **kwargs):
     )
 
 
-def learn(storage, batch_size):
-    """Samples a batch and gives its rows priorities."""
-    batch = storage.sample(batch_size)
-    batch["td_error"] = (batch["index"] % 3 + 1).float()
-    storage.update_tensordict_priority(batch)
-    return batch.exclude("priority_stamp", "td_error")
-
-
 def rows_of(model_rows):
     """The transitions [B] that these rows of the model were written with."""
     rows = list(model_rows)
@@ -64,10 +56,6 @@ def rows_of(model_rows):
     steps = torch.tensor([row.payload for row in rows])
     done = torch.tensor([row.done for row in rows], dtype=torch.bool)
     return goal_transitions(lanes, steps, done)
-
-
-def by_time(oracle):
-    return oracle.by_age()[::-1]
 
 
 def assert_same(first, second):
@@ -109,16 +97,6 @@ def test_validate_finds_rows_that_contradict_their_episodes():
 
 
 # Episodes
-
-
-def whole_episodes(oracle):
-    """The finished episodes of which every row survives, by the slot of their first row."""
-    found = {}
-    for row in oracle.live().values():
-        if oracle.is_finished(row) and oracle.is_whole(row):
-            episode = oracle.episode(row)
-            found[oracle.slot(episode[0])] = episode
-    return found
 
 
 class TestQuery:
