@@ -258,7 +258,6 @@ class Machine(RuleBasedStateMachine):
         named = which[:first]
         self.took(block, [self.lanes[e] for e in named], [behind[e] for e in named], False)
 
-    @rule()
     def rewrite(self):
         """Values of steps are replaced."""
         steps = self.live_steps()
@@ -294,7 +293,6 @@ class Machine(RuleBasedStateMachine):
         for e, lane in enumerate(self.lanes):
             lane.is_open = lane.is_open and lanes is not None and e not in lanes
 
-    @rule()
     def look(self):
         """Somebody begins to look, or looks again."""
         index = self.forms[0][0]
@@ -333,6 +331,11 @@ class Machine(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "forms"):
             return
+        # No rules of their own, so that more writes follow one another.
+        if self.rng.random() < 0.3:
+            self.rewrite()
+        if self.rng.random() < 0.3:
+            self.look()
         E, T = self.E, self.T
         tails = self.forms[0][0].tails.copy()
         for e, lane in enumerate(self.lanes):

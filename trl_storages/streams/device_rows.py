@@ -213,5 +213,7 @@ class DeviceRows:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
         field = self._layout.field(key)
         column = self._column(field)
-        values = sent(values, self.device).reshape(len(places), field.size).contiguous()
-        column.index_copy_(0, sent(places, self.device), values.view(column.dtype))
+        # Whatever the strides of the values are.
+        copied = torch.empty(len(places), field.size, dtype=field.dtype, device=self.device)
+        copied.copy_(sent(values, self.device).reshape(copied.shape))
+        column.index_copy_(0, sent(places, self.device), copied.view(column.dtype))
