@@ -175,11 +175,11 @@ def assemble(
     os.environ[SETTING] = "torch" if place == "device" else "numba"
     if isinstance(transforms := parts.get("transform"), list):
         parts["transform"] = Compose(*transforms)
-    path = new_folder() / "rows" if place == "directory" else None
+    path = {"scratch_dir": new_folder() / "rows"} if place == "directory" else {}
     writer = {key: parts.pop(key) for key in ("on_gap", "keys") if key in parts}
     return buffer(
         **{
-            "storage": library.PackedStorage(size, scratch_dir=path),
+            "storage": library.PackedStorage(size, **path),
             "writer": library.EpisodeWriter(lanes, **writer),
             "generator": torch.Generator().manual_seed(seed),
             "batch_size": 32,

@@ -13,6 +13,7 @@ from torchrl.modules import EGreedyModule, QValueActor
 from torchrl.objectives import DQNLoss, SoftUpdate
 
 from trl_storages.index import EpisodeIndex
+from trl_storages.next.recorder import Recorder
 from trl_storages.next.samplers import ERESampler, HERSampler, PERSampler
 from trl_storages.next.storage import ReplayStorage
 from trl_storages.next.transforms import GoalRelabel, NStep
@@ -52,6 +53,11 @@ def is_reached(achieved, goal, infos):
     return (achieved - goal).abs().sum(-1) < 0.5
 
 
+def steps_of(storage, batch):
+    """Returns which steps of their lanes were drawn, as long as they are there."""
+    return storage.episodes.steps_of(batch["index"])
+
+
 def on_device(storage, data):
     """Puts rows where those of a GPU are, on the CPU."""
     layout = Layout({key: (it.dtype, it.shape[2:]) for key, it in data.items(True, True)})
@@ -79,7 +85,7 @@ def test_hindsight_and_n_step_are_what_a_loop_says(n_step, terminated_fn, form):
     batch, after = storage.sample(), data["next"]
     for i in range(len(batch)):
         lane, t = divmod(int(batch["index"][i]), 300)
-        t, goal_row = int(batch["step"][i]), int(batch["goal_index"][i]) % 300
+        t, goal_row = int(steps_of(storage, batch)[i]), int(batch["goal_index"][i]) % 300
         [g] = [step for step in range(700, 1000) if step % 300 == goal_row]
         drawn = bool(batch["her_mask"][i])
         assert not drawn or (t <= g and t // LENGTH == g // LENGTH)
@@ -109,26 +115,28 @@ def test_hindsight_and_n_step_are_what_a_loop_says(n_step, terminated_fn, form):
 def test_priorities_and_recency_pull_what_was_written():
     storage = ReplayStorage(
         storage=PackedStorage(200, num_envs=LANES),
-        sampler=ERESampler(0.99, 20, updates_per_phase=10, base=PERSampler()),
+        sampler=ERESampler(0.99, 20, updates_per_phase=10, base=PERSampler(200)),
         batch_size=64,
     )
     for first in range(0, 600, 30):
         storage.extend(history(30, first))
         for _ in range(3):
             batch = storage.sample()
-            assert (batch["step"] >= first + 30 - 100).all()
+            assert (steps_of(storage, batch) >= first + 30 - 100).all()
             storage.update_tensordict_priority(batch.set("td_error", torch.rand(64)))
     storage.empty(keep_steps=5)
-    assert set(storage.sample(500)["step"].tolist()) == set(range(595, 600))
+    assert set(steps_of(storage, storage.sample(500)).tolist()) == set(range(595, 600))
 
 
 def test_a_priority_of_a_replaced_row_is_skipped():
-    storage = ReplayStorage(storage=PackedStorage(8, num_envs=LANES), sampler=PERSampler(eps=1e-9))
+    storage = ReplayStorage(
+        storage=PackedStorage(8, num_envs=LANES), sampler=PERSampler(8, eps=1e-9)
+    )
     storage.extend(history(4))
     batch = storage.sample(64).set("td_error", torch.zeros(64))
     storage.extend(history(2, 4))
     storage.update_tensordict_priority(batch)
-    assert set(storage.sample(500)["step"].tolist()) == {4, 5}
+    assert set(steps_of(storage, storage.sample(500)).tolist()) == {4, 5}
 
 
 def test_transforms_stand_behind_n_step():
@@ -145,15 +153,28 @@ def test_transforms_stand_behind_n_step():
         storage.sample(5)
 
 
+def arguments_of(step):
+    """Returns a step as a loop over environments has it."""
+    after = step["next"]
+    seen = "observation", "achieved_goal", "desired_goal"
+    flags = (after[key][:, 0].numpy() for key in ("reward", "terminated", "truncated"))
+    before, behind = ({key: part[key].numpy() for key in seen} for part in (step, after))
+    return before, step["action"].numpy(), *flags, {}, behind
+
+
 def test_recorded_steps_are_those_that_are_extended():
     data = history(50)
     extended, recorded = (
-        ReplayStorage(storage=PackedStorage(60, num_envs=LANES), batch_size=30) for _ in range(2)
+        ReplayStorage(
+            storage=PackedStorage(60, num_envs=LANES),
+            recorder=Recorder(LANES, autoreset_mode="Disabled"),
+        )
+        for _ in range(2)
     )
     extended.extend(data)
     recorded.extend(data[:, :1])
     for step in range(1, 50):
-        recorded.record({key: value[:, step] for key, value in data.items(True, True)})
+        recorded.record(*arguments_of(data[:, step]))
     slots = extended.episodes.live_slots()
     rows = [it._storage.get(slots) for it in (extended, recorded)]
     assert (rows[0] == rows[1]).all()
@@ -166,8 +187,9 @@ def test_a_gap_is_cut_with_one_warning():
     with pytest.warns(UserWarning, match="do not continue"):
         storage.extend(data[:, 6:12])
     batch = storage.sample(200)
-    ends = batch["step"] + batch["steps_to_next_obs"].squeeze(-1)
-    assert not ((batch["step"] < 5) & (ends > 5)).any()
+    steps = steps_of(storage, batch)
+    ends = steps + batch["steps_to_next_obs"].squeeze(-1)
+    assert not ((steps < 5) & (ends > 5)).any()
 
 
 def test_an_agent_learns_from_a_collector():

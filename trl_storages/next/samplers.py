@@ -5,6 +5,7 @@ Letters: B batch, E lanes, k goals per transition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,21 +13,32 @@ import torch
 from tensordict import NestedKey
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.functional.emphasis import window_size
-from trl_storages.index import Seen
+from trl_storages.index import EpisodeIndex, Seen
 from trl_storages.kernels.draws import GOAL_KINDS
+from trl_storages.next.parameters import Checked, unit_interval
 from trl_storages.next.priorities import Priorities
+from trl_storages.samplers.hindsight import check_strategy
+from trl_storages.samplers.prioritized import REDUCTIONS
 from trl_storages.streams.packed import PackedStorage
 
 __all__ = ["ERESampler", "HERSampler", "PERSampler", "UniformSampler"]
+
+_SHORTEST_PHASE = 1000
+_DISCOUNT = 0.99
 
 Drawn = tuple[torch.Tensor, dict[Any, torch.Tensor]]
 
 
 class _Sampler(Sampler):  # type: ignore[misc]
     """What all samplers here have in common: they draw from the newest `window` steps of each lane."""
+
+    @property
+    def layers(self) -> list[_Sampler]:
+        """The samplers that this one is made of, itself first."""
+        return [self]
 
     def sample(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draws `[B]` slots, and the entries that go with them."""
@@ -41,10 +53,6 @@ class _Sampler(Sampler):  # type: ignore[misc]
     def noise(self, size: int) -> torch.Tensor:
         """Returns `[size]` random numbers of 63 bits."""
         return torch.empty(size, dtype=torch.int64).random_(generator=self._rng)
-
-    def update(self, storage: PackedStorage, slots: Any, steps: Any, priority: Any) -> bool:
-        """Takes priorities; returns whether there are any to take."""
-        return False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an empty dict."""
@@ -79,10 +87,24 @@ class PERSampler(_Sampler):
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
     """
 
+    alpha = Checked(arguments.number, at_least=0, at_most=4)
+    beta = Checked(unit_interval)
+    eps = Checked(arguments.number, at_least=1e-12, at_most=1)
+    normalize = Checked(arguments.choice, ("batch", "storage", "none"))
+
     def __init__(
-        self, alpha: float = 0.6, beta: float = 0.4, eps: float = 1e-6, *, normalize: str = "batch"
+        self,
+        max_capacity: int,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-6,
+        *,
+        normalize: str = "batch",
+        reduction: str = "max",
     ) -> None:
         super().__init__()
+        self.max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
+        self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
         self.alpha, self.beta, self.eps, self.normalize = alpha, beta, eps, normalize
         self._priorities: Priorities | None = None
 
@@ -90,6 +112,11 @@ class PERSampler(_Sampler):
         """Returns the priorities of a storage's rows, which know all of them."""
         found = self._priorities
         if found is None or found.index is not storage.episodes:
+            if storage.max_size > self.max_capacity:
+                raise ValueError(
+                    f"max_capacity must be at least that of the storage, {storage.max_size}, got "
+                    f"{self.max_capacity}."
+                )
             found = self._priorities = Priorities(storage.episodes, self.alpha, self.eps)
         if (found.alpha, found.eps) != (self.alpha, self.eps):
             found.rescale(self.alpha, self.eps)
@@ -110,12 +137,63 @@ class PERSampler(_Sampler):
         else:
             least = weight.min() if self.normalize == "batch" else priorities.least(ranges)
             ratio = least / weight
-        return slots, {keys.PRIORITY_WEIGHT: ratio.pow(self.beta).float()}
+        return slots, {
+            keys.PRIORITY_WEIGHT: ratio.pow(self.beta).float(),
+            keys.PRIORITY_STAMP: storage.episodes.steps_of(slots),
+        }
 
-    def update(self, storage: PackedStorage, slots: Any, steps: Any, priority: Any) -> bool:
-        """Sets the priorities of rows that were drawn as `steps` of their lanes."""
-        self._of(storage).update(slots, steps, priority)
-        return True
+    def begin_anew(self) -> None:
+        """Forgets all priorities: rows that are there count as new."""
+        self._priorities = None
+
+    def set_priorities(
+        self, storage: PackedStorage, slots: Any, priority: Any, steps: Any = None
+    ) -> None:
+        """Sets priorities of rows, of equal ones the last counts.
+
+        Args:
+            storage: holds the rows.
+            slots: `[B]` int64; -1 is skipped.
+            priority: `[B]` numbers, or one for all.
+            steps: `[B]` which steps of their lanes they were; rows that others have replaced since are
+                skipped. None takes the rows that are there.
+
+        Raises:
+            ValueError: a priority is negative or not finite, or their number differs from that of the
+                slots. Nothing is changed then.
+            TypeError, IndexError: the slots are not numbers of slots.
+        """
+        slots = arguments.values("index", slots).reshape(-1).cpu()
+        if slots.is_floating_point() or slots.dtype is torch.bool:
+            raise TypeError(f"index must hold integers, got {slots.dtype}.")
+        if len(slots) and not -1 <= slots.min() <= slots.max() < storage.max_size:
+            raise IndexError(f"slots must be below {storage.max_size}, got {int(slots.max())}.")
+        values = checked_priorities(priority, len(slots))
+        there = slots >= 0
+        if not there.all():
+            slots, values = slots[there], values[there]
+            steps = None if steps is None else steps.reshape(-1).cpu()[there]
+        known = self._of(storage)
+        steps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
+        known.update(slots.numpy(), steps.numpy(), values.numpy())
+
+
+def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
+    """Returns `[num_rows]` float32 priorities on the host.
+
+    Raises:
+        ValueError: one is negative or not finite, or there is another number of them.
+    """
+    values = arguments.values("priority", priority).detach().reshape(-1).float().cpu()
+    if len(values) not in (1, num_rows):
+        raise ValueError(
+            f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
+        )
+    if not ((values >= 0) & (values < math.inf)).all():
+        raise ValueError(
+            "priorities must be finite and at least 0, got others: nothing was changed."
+        )
+    return values.expand(num_rows)
 
 
 class _Wrapper(_Sampler):
@@ -123,7 +201,13 @@ class _Wrapper(_Sampler):
 
     def __init__(self, base: _Sampler | None) -> None:
         self.base = UniformSampler() if base is None else base
+        arguments.instance("base", self.base, _Sampler, what="a sampler of this library")
         super().__init__()
+
+    @property
+    def layers(self) -> list[_Sampler]:
+        """The samplers that this one is made of, itself first."""
+        return [self, *self.base.layers]
 
     @property
     def _rng(self) -> torch.Generator | None:
@@ -132,10 +216,6 @@ class _Wrapper(_Sampler):
     @_rng.setter
     def _rng(self, generator: torch.Generator | None) -> None:
         self.base._rng = generator
-
-    def update(self, storage: PackedStorage, slots: Any, steps: Any, priority: Any) -> bool:
-        """Passes priorities on."""
-        return self.base.update(storage, slots, steps, priority)
 
 
 class ERESampler(_Wrapper):
@@ -146,32 +226,69 @@ class ERESampler(_Wrapper):
     Reference: Wang & Ross 2019, arXiv:1906.04009.
     """
 
+    eta = Checked(arguments.number, above=0, at_most=1)
+    c_min = Checked(arguments.integer, at_least=1)
+
     def __init__(
         self,
         eta: float = 0.996,
         c_min: int = 5000,
         *,
-        updates_per_phase: int = 1000,
+        updates_per_phase: int | None = None,
         base: _Sampler | None = None,
+        reference: str = "stored",
     ) -> None:
         super().__init__(base)
-        self.eta, self.c_min, self.updates_per_phase = eta, c_min, updates_per_phase
-        self._update = 0
+        if any(isinstance(layer, HERSampler) for layer in self.base.layers):
+            raise TypeError("base must draw rows, got a HERSampler: pass this sampler as its base.")
+        self.eta, self.c_min = eta, c_min
+        self.updates_per_phase = arguments.optional(
+            arguments.integer, "updates_per_phase", updates_per_phase, at_least=1
+        )
+        self.reference = arguments.choice("reference", reference, ("stored", "capacity"))
+        #: The updates made in this phase, and how many there are to be; 0 before the first phase.
+        self.update, self.num_updates = 0, 0
         self._seen: Seen | None = None
+
+    def begin_phase(self, num_updates: int) -> None:
+        """Begins a phase: the next draw is its first, with the widest window."""
+        self.num_updates = arguments.integer("num_updates", num_updates, at_least=1)
+        self.update = 0
+
+    def _next_update(self, storage: PackedStorage) -> None:
+        """Counts an update; what was written since a phase was over begins the next one."""
+        before, (changes, self._seen) = self._seen, storage.episodes.since(self._seen)
+        if before is not None and before.epoch != self._seen.epoch:
+            self.update, self.num_updates = 0, 0
+        if changes is not None and self.update >= self.num_updates:
+            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self.update))
+        self.update += 1
+
+    def window(self, episodes: EpisodeIndex) -> int:
+        """Returns c_k, how many of the newest rows the current update draws from."""
+        size: int = window_size(
+            len(episodes),
+            eta=self.eta,
+            update=min(self.update, self.num_updates),
+            num_updates=self.num_updates,
+            c_min=self.c_min,
+            reference_rows=episodes.capacity if self.reference == "capacity" else None,
+        )
+        return size
 
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws from the newest w steps of each lane, w the least with which they reach c_k."""
+        self._next_update(storage)
         index = storage.episodes
-        changes, self._seen = index.since(self._seen)
-        self._update = 1 if changes is not None else min(self._update + 1, self.updates_per_phase)
-        count = window_size(
-            len(index),
-            eta=self.eta,
-            update=self._update,
-            num_updates=self.updates_per_phase,
-            c_min=self.c_min,
-        )
-        return self.base.draw(storage, batch_size, index.window_of(count))
+        return self.base.draw(storage, batch_size, index.window_of(self.window(index)))
+
+
+def _strategy(name: str, value: Any) -> Any:
+    return check_strategy(name, value)[0]
+
+
+def _num_goals(name: str, value: Any) -> float:
+    return math.inf if value == math.inf else arguments.integer(name, value)
 
 
 class HERSampler(_Wrapper):
@@ -180,25 +297,38 @@ class HERSampler(_Wrapper):
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
     """
 
+    strategy = Checked(_strategy)
+    num_goals = Checked(_num_goals)
+    discount = Checked(unit_interval)
+
     def __init__(
         self,
         strategy: str | Mapping[str, float] = "future",
         num_goals: float = 4,
         *,
-        discount: float = 0.99,
+        discount: float = _DISCOUNT,
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: _Sampler | None = None,
     ) -> None:
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
-        self.goal_key = goal_key
+        self.goal_key = arguments.root_key("goal_key", goal_key)
         self._made: tuple[Any, torch.Tensor, torch.Tensor] | None = None
+        if discount != _DISCOUNT and "geometric" not in self._mixture:
+            raise ValueError(f"discount is that of geometric goals, got strategy={strategy!r}.")
+        drawn = [it.goal_key for it in self.layers[1:] if isinstance(it, HERSampler)]
+        if self.goal_key in drawn:
+            raise ValueError(f"base must draw another goal, got {self.goal_key!r} for both.")
+
+    @property
+    def _mixture(self) -> Mapping[str, float]:
+        return self.strategy if isinstance(self.strategy, Mapping) else {self.strategy: 1.0}
 
     def _kinds(
         self, batch_size: int, noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Returns how each goal is drawn, which rows get one, and whether any is geometric."""
-        mixture = self.strategy if isinstance(self.strategy, Mapping) else {self.strategy: 1.0}
+        mixture = self._mixture
         kinds, shares = [GOAL_KINDS[name] for name in mixture], [*mixture.values()]
         geometric = "geometric" in mixture
         if batch_size == 1:

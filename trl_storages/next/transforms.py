@@ -13,9 +13,10 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages.functional.returns import discounts, relabelled_dtype, return_dtype
 from trl_storages.kernels import folds
+from trl_storages.next.parameters import Checked, unit_interval
 from trl_storages.streams.row_view import RowView
 
 __all__ = ["GoalRelabel", "NStep", "ReplayTransform"]
@@ -25,6 +26,9 @@ GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tenso
 
 class ReplayTransform(Transform):  # type: ignore[misc]
     """A transform that reads rows of its storage beside those of the batch."""
+
+    #: Whether it writes the goals that a `HERSampler` draws.
+    uses_goals = False
 
     def prepare(self, rows: RowView) -> None:
         """Says what further rows it needs, before any transform replays."""
@@ -46,6 +50,9 @@ class NStep(ReplayTransform):
 
     `steps_to_next_obs` is m. Sums are made in float64, and rounded once.
     """
+
+    n_step = Checked(arguments.integer, at_least=1)
+    discount = Checked(unit_interval)
 
     def __init__(
         self, n_step: int = 3, discount: float = 0.99, *, reward_key: NestedKey = keys.REWARD
@@ -100,21 +107,39 @@ class GoalRelabel(ReplayTransform):
     """Writes drawn goals into the rows, and computes the rewards, and flags, that they would have had.
 
     Args:
-        reward_fn: `(achieved_goal [N, G], desired_goal [N, G], infos) -> [N] or [N, 1]`; None keeps
-            rewards.
+        reward_fn: `(achieved_goal [N, G], desired_goal [N, G], infos) -> [N] or [N, 1]`; None, allowed
+            with a `goal_key`, keeps rewards.
         terminated_fn: likewise whether a goal is reached; None keeps flags as they are stored.
+        goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`. If the rows do
+            not store it, rows without a drawn goal get `desired_goal`.
         info_keys: entries that the functions get.
+
+    Raises:
+        TypeError: a function is not callable.
+        ValueError: `terminated_fn` or `info_keys` is given without `reward_fn`.
     """
+
+    uses_goals = True
 
     def __init__(
         self,
         reward_fn: GoalFunction | None,
         *,
         terminated_fn: GoalFunction | None = None,
+        goal_key: NestedKey = keys.DESIRED_GOAL,
         info_keys: Sequence[NestedKey] = (),
     ) -> None:
         super().__init__()
-        self.reward_fn, self.terminated_fn, self.info_keys = reward_fn, terminated_fn, (*info_keys,)
+        what = "(achieved_goal, desired_goal, infos)"
+        self.goal_key = arguments.root_key("goal_key", goal_key)
+        if reward_fn is not None or self.goal_key == keys.DESIRED_GOAL:
+            arguments.function("reward_fn", reward_fn, what, takes=3)
+        if terminated_fn is not None:
+            arguments.function("terminated_fn", terminated_fn, what, takes=3)
+        self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
+        self.info_keys = tuple(arguments.keys("info_keys", info_keys))
+        if reward_fn is None and (terminated_fn is not None or self.info_keys):
+            raise ValueError("reward_fn must be given with terminated_fn and info_keys, got None.")
 
     def prepare(self, rows: RowView) -> None:
         """Checks that no `NStep` stands before it."""
@@ -123,10 +148,14 @@ class GoalRelabel(ReplayTransform):
 
     def replay(self, rows: RowView) -> None:
         """Writes goals, rewards and flags."""
-        mask, achieved_key = rows[keys.HER_MASK], keys.next_key(keys.ACHIEVED_GOAL)
-        targets = keys.DESIRED_GOAL, keys.next_key(keys.DESIRED_GOAL)
-        rows.paste(targets, achieved_key, rows[keys.GOAL_INDEX], mask)
-        steps, goals = rows.steps, rows[keys.DESIRED_GOAL]
+        index_key, mask_key = keys.goal_entries(self.goal_key)
+        mask, achieved_key = rows[mask_key], keys.next_key(keys.ACHIEVED_GOAL)
+        targets = self.goal_key, keys.next_key(self.goal_key)
+        if all(target in rows for target in targets):
+            rows.paste(targets, achieved_key, rows[index_key], mask)
+        else:
+            self._write_apart(rows, rows[index_key], mask)
+        steps, goals = rows.steps, rows[self.goal_key]
         mask = mask.to(rows.device).view(-1, 1)
         if self.reward_fn is not None:
             stored, reward = steps[keys.REWARD], self._ask(self.reward_fn, steps, goals)
@@ -141,6 +170,15 @@ class GoalRelabel(ReplayTransform):
             done = reached | steps[keys.TRUNCATED]
             steps[keys.DONE] = torch.where(mask, done, steps[keys.DONE])
             steps[keys.TERMINATED] = torch.where(mask, reached, steps[keys.TERMINATED])
+
+    def _write_apart(self, rows: RowView, index: torch.Tensor, mask: torch.Tensor) -> None:
+        """Writes a goal that rows do not store, or not for their next observation."""
+        stored = self.goal_key if self.goal_key in rows else keys.DESIRED_GOAL
+        goals = rows.at(index)[keys.next_key(keys.ACHIEVED_GOAL)]
+        before = rows[stored]
+        mask = mask.to(rows.device).view(-1, *(1,) * (before.ndim - 1))
+        goals = torch.where(mask, goals.to(before.dtype), before)
+        rows[self.goal_key] = rows[keys.next_key(self.goal_key)] = goals
 
     def _ask(self, function: GoalFunction, steps: RowView, goals: torch.Tensor) -> torch.Tensor:
         """Evaluates a goal function on rows `[*n, B]`, `[*n, B, 1]`."""

@@ -19,7 +19,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.streams.arena import GIVES_BACK, Arena
 from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.host_rows import HostRows
-from trl_storages.streams.layout import Layout
+from trl_storages.streams.layout import Layout, Nested
 from trl_storages.streams.staging import Block
 
 __all__ = ["PackedStorage", "checked_fields"]
@@ -36,7 +36,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
         max_size: the number of rows, rounded down to a multiple of `num_envs`.
         num_envs: E, the number of lanes.
         device: where the rows are; their index is always on the host.
-        fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack).
+        fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack); or None, for what
+            the first write fixes.
         max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
             whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
             evicted early.
@@ -54,12 +55,14 @@ class PackedStorage(Storage):  # type: ignore[misc]
         *,
         num_envs: int = 1,
         device: torch.device | str = "cpu",
-        fields: Mapping[NestedKey, Sequence[Any]] | None = None,
+        fields: Mapping[NestedKey, Sequence[Any] | None] | None = None,
         max_entries: int | None = None,
     ) -> None:
         super().__init__(max_size)
         self.device = torch.device(device)
-        self._num_envs, self._max_entries = num_envs, max_entries
+        self._given_size, self._num_envs, self._max_entries = max_size, num_envs, max_entries
+        #: As given.
+        self.fields = dict(fields or {})
         # Before the layout is known there is an empty index, so that sizes are checked at once.
         #: Which rows there are.
         self.episodes = self._new_index(1)
@@ -69,8 +72,35 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.layout: Any = None
         # Whether there are entries enough for any rows, or it was said that there are not.
         self._is_roomy = max_entries is None and self._gives_back
-        if fields is not None:
-            self.lay_out(Layout(fields))
+        if self.fields and None not in self.fields.values():
+            self.lay_out(self.layout_for({}))
+
+    def divide(self, num_envs: int) -> None:
+        """Divides the storage into as many lanes.
+
+        Raises:
+            ValueError: it holds rows of another number, or a lane has no room for two steps.
+        """
+        if num_envs == self._num_envs:
+            return
+        if len(self):
+            raise ValueError(
+                f"the storage holds rows of num_envs={self._num_envs}, got num_envs={num_envs}: make "
+                "another storage."
+            )
+        self._num_envs, self.max_size = num_envs, self._given_size
+        self.episodes = self._new_index(1)
+        self.max_size = self.episodes.capacity
+        if self.layout is not None:
+            self.lay_out(self.layout)
+
+    def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
+        """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
+        if self.layout is not None:
+            return self.layout  # type: ignore[no-any-return]
+        known = {key: kind for key, kind in self.fields.items() if kind is not None}
+        wanted = self.fields or found
+        return Layout({key: known.get(key) or found[key] for key in wanted}, nested)
 
     def _new_index(
         self, frames: int, tables: Mapping[str, np.ndarray] | None = None

@@ -1,0 +1,61 @@
+"""Rows as they were stored: by slot or in time order, and whole episodes.
+
+Letters: n episodes, T steps of the longest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import expand_as_right
+
+from trl_storages import keys
+from trl_storages.ring.naming import is_key
+from trl_storages.streams.packed import PackedStorage
+
+__all__ = ["draw_episodes", "read"]
+
+
+def read(storage: PackedStorage, index: Any) -> Any:
+    """Reads rows by a slice of the history, oldest first, by slots or a mask; or an entry of all.
+
+    Raises:
+        IndexError: a slot holds no row.
+        TypeError: the index is none of these.
+    """
+    if is_key(index):
+        return storage.get(storage.episodes.slots_by_age())[index]
+    if isinstance(index, slice):
+        slots = storage.episodes.slots_by_age()
+        return storage.get(slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)])
+    if isinstance(index, tuple) or index is None or index is Ellipsis:
+        raise TypeError(
+            "rows have one dimension: index them by a slice, an int, a list, a mask or a tensor of "
+            f"slots, or by a key; got {index!r}."
+        )
+    slots = torch.as_tensor(index, device="cpu")
+    if slots.dtype is torch.bool:
+        slots = slots.nonzero().squeeze(-1)
+    if slots.numel() and (slots.is_floating_point() or slots.is_complex()):
+        raise TypeError(f"slots must be integers, got {index!r}.")
+    return storage.get(slots.long())
+
+
+def draw_episodes(
+    storage: PackedStorage, n: int, generator: torch.Generator | None
+) -> TensorDictBase:
+    """Draws whole, finished episodes `[n, T]`, padded with zeros where the mask says so."""
+    episodes = storage.episodes
+    first = episodes.random_episodes(n, generator)
+    length = episodes.ahead(first) + 1
+    step = torch.arange(int(length.max())).expand(n, -1)
+    offset = step.minimum(length[:, None] - 1)
+    slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
+    batch = storage.get(slots)
+    mask = (step < length[:, None]).to(storage.device)
+    batch = batch.apply(
+        lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
+    )
+    return batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)

@@ -1,0 +1,300 @@
+"""Writes steps to lanes: everything is checked, then one block is appended.
+
+Letters: E lanes (environments), L of them that are written, T steps of each, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.data.replay_buffers.writers import Writer
+
+from trl_storages import arguments
+from trl_storages import keys as default_keys
+from trl_storages.callers import warn_caller
+from trl_storages.next.lanes import route
+from trl_storages.ring.naming import Lanes, named_lanes
+from trl_storages.rows.entries import nested_sizes
+from trl_storages.streams.layout import Layout
+from trl_storages.streams.packed import PackedStorage, checked_fields
+from trl_storages.streams.staging import Block
+from trl_storages.writing.checks import (
+    check_flags_of,
+    end_flags,
+    num_steps_of,
+    refuse_padding,
+)
+
+__all__ = ["EpisodeWriter"]
+
+# Entries under `next` that may be left out without a word.
+_BY_PRODUCTS = frozenset(
+    {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
+)
+
+
+class _Places(NamedTuple):
+    """Where rows go."""
+
+    which: np.ndarray
+    """`[L]` the lanes, in order."""
+    offsets: np.ndarray
+    """`[L + 1]` where the rows of each begin."""
+    order: np.ndarray | None
+    """`[N]` the row at each place of the block; None if they are in order."""
+
+
+class EpisodeWriter(Writer):  # type: ignore[misc]
+    """Writes steps of E environments, each to a lane of its own.
+
+    A row continues its lane's episode, unless the row before it was `done` or of another trajectory. If
+    its observation is not that row's next observation, the environment was reset without a `done`, or
+    another stream began: see `on_gap`.
+
+    Args:
+        num_envs: E.
+        done_key: `[..., 1]` bool entry that ends an episode.
+        traj_key: integer entry, one number a trajectory, that cuts an episode where it changes; it
+            may be absent.
+        keys: entries to store, the others are left out; None stores all.
+        on_gap: "cut" begins an episode with a row whose observation is not, bit for bit, the next
+            observation of the row before it, and warns once; "ignore" takes rows as they come.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        done_key: NestedKey = default_keys.DONE,
+        traj_key: NestedKey = default_keys.TRAJECTORY_IDS,
+        keys: Sequence[NestedKey] | None = None,
+        on_gap: str = "cut",
+    ) -> None:
+        super().__init__()
+        self.num_envs = E = arguments.integer("num_envs", num_envs, at_least=1)
+        self.done_key = arguments.key("done_key", done_key)
+        self.traj_key = arguments.key("traj_key", traj_key)
+        self.keys = None if keys is None else arguments.keys("keys", keys)
+        self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
+        self._write_count = 0
+        # Of each lane the number of its last trajectory, and the write count at its last write.
+        self._trajectory, self._written_at = np.zeros(E, np.int64), np.zeros(E, np.int64)
+        self._warned_of_gaps = self._warned_of_lost = False
+
+    def register_storage(self, storage: PackedStorage) -> None:
+        """Divides a storage into lanes, to write there.
+
+        Raises:
+            TypeError: it is no `PackedStorage`.
+            ValueError: it is too small, or holds the rows of another number of lanes.
+        """
+        arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        storage.divide(self.num_envs)
+        super().register_storage(storage)
+
+    # Steps as TensorDicts
+
+    def add(self, data: TensorDictBase) -> torch.Tensor:
+        """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes."""
+        if arguments.steps("data", data).ndim:
+            return self.extend(data)
+        if self.num_envs > 1:
+            raise ValueError(
+                f"a single transition does not say which of the {self.num_envs} lanes it is of: add a "
+                f"batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
+            )
+        return self.extend(data.unsqueeze(0))[0]
+
+    def extend(self, data: TensorDictBase, *, lanes: Lanes = None) -> torch.Tensor:
+        """Writes steps of all lanes, or of `lanes`.
+
+        Args:
+            data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows `[N]` for
+                several lanes that hold `traj_key` may be of any trajectories: each continues in its
+                lane, and a new one begins in a lane whose episode has ended, else in the least recently
+                written lane, whose episode is cut.
+            lanes: the L distinct lanes that are written; None is all of them.
+
+        Returns:
+            int64 slots of the batch size of `data`, in its order; -1 for rows that gave way at once.
+
+        Raises:
+            ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
+        """
+        arguments.steps("data", data)
+        size = data.numel()
+        trajectory = data.get(self.traj_key, None)
+        numbers = None
+        if trajectory is not None:
+            numbers = trajectory.detach().cpu().reshape(-1).numpy().astype(np.int64)
+        named = None if lanes is None else named_lanes(lanes, self.num_envs)
+        is_routed = lanes is None and data.ndim == 1 and self.num_envs > 1 and numbers is not None
+        steps = 0 if is_routed and size else num_steps_of(data, named, self.num_envs, self.traj_key)
+        layout, entries = self._fields_of(data)
+        flag = data.get(self.done_key, None)
+        done_entry = {} if flag is None else {self.done_key: flag}
+        done = end_flags(done_entry, self.done_key, size).reshape(-1)
+        check_flags_of(entries)
+        places = _in_order(named, size, steps) if steps else self._routed(numbers, done)
+        block = self._block(layout, entries, done, places, numbers)
+        slots = self.append(block, layout)
+        if numbers is not None:
+            last = block.offsets[1:] - 1
+            self._trajectory[places.which] = (
+                numbers[last] if places.order is None else numbers[places.order[last]]
+            )
+        if places.order is not None:
+            slots = torch.empty_like(slots).index_copy_(0, torch.from_numpy(places.order), slots)
+        return slots.view(data.batch_size)
+
+    def _fields_of(self, data: TensorDictBase) -> tuple[Layout, dict[NestedKey, torch.Tensor]]:
+        """Returns the layout of the rows, and the entries that fit into it.
+
+        Raises:
+            KeyError, TypeError, ValueError: an entry is missing, or does not fit.
+        """
+        storage = self._storage
+        mask = data.get(default_keys.MASK, None)
+        if mask is not None:
+            refuse_padding({default_keys.MASK: mask})
+        layout = storage.layout
+        if layout is None:
+            wanted = self.keys or [*storage.fields]
+            stored = data.select(*wanted, strict=False) if wanted else data
+            if not wanted:
+                stored = data.exclude(default_keys.INDEX, default_keys.MASK)
+            found = {
+                key: (value.dtype, value.shape[data.ndim :])
+                for key, value in stored.items(True, True)
+                if isinstance(value, torch.Tensor)
+            }
+            for key in found:
+                default_keys.check_storable(key)
+            if missing := [key for key in wanted if key not in found]:
+                raise KeyError(f"the data must hold {missing}, it has {sorted(found, key=str)}.")
+            layout = storage.layout_for(found, nested_sizes(stored, data.ndim))
+        if self.keys is not None and not self._warned_of_lost:
+            self._warn_of_lost(data, layout)
+        return layout, checked_fields(data, layout)
+
+    def _warn_of_lost(self, data: TensorDictBase, layout: Layout) -> None:
+        """Warns once of entries of the environment, and recurrent states, that are left out.
+
+        They go on under `next`; what a policy computes on its way to an action does not.
+        """
+        paths = [default_keys.key_path(key) for key in data.keys(True, True) if key not in layout]
+        lost = [
+            unravel_key(path[1:])
+            for path in paths
+            if path[0] == "next" and not _BY_PRODUCTS.intersection(path)
+        ]
+        if lost:
+            self._warned_of_lost = True
+            warn_caller(
+                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those "
+                "that are needed in extra_fields=. States of a recurrent policy have fields if its primer "
+                "(make_tensordict_primer()) is part of the environment that the storage is made of."
+            )
+
+    def _routed(self, numbers: Any, done: torch.Tensor) -> _Places:
+        order, counts = route(
+            numbers,
+            done.detach().cpu().numpy(),
+            held=self._trajectory,
+            is_open=self._storage.episodes.is_open,
+            last_written=self._written_at,
+        )
+        which = np.flatnonzero(counts)
+        return _Places(which, np.concatenate([[0], counts[which].cumsum()]), order)
+
+    def _block(
+        self,
+        layout: Layout,
+        entries: dict[NestedKey, torch.Tensor],
+        done: torch.Tensor,
+        places: _Places,
+        numbers: np.ndarray | None,
+    ) -> Block:
+        """Returns the rows as a block, cut where trajectories change."""
+        device, size = self._storage.device, len(done)
+        order = None if places.order is None else torch.from_numpy(places.order)
+        words = torch.zeros(size, layout.row_words, dtype=torch.int64, device=device)
+        for key, value in entries.items():
+            value = value.reshape(size, *layout.field(key).shape)
+            layout.fill(key, words, value if order is None else value[order.to(value.device)])
+        done = done if order is None else done[order.to(done.device)]
+        cut = np.zeros(size, bool)
+        if numbers is not None:
+            numbers = numbers if places.order is None else numbers[places.order]
+            cut[1:] = numbers[1:] != numbers[:-1]
+            # The first row of a lane goes on with the lane's last trajectory, or with none.
+            first = places.offsets[:-1]
+            cut[first] = numbers[first] != self._trajectory[places.which]
+        if device.type != "cpu":
+            return Block(*places[:2], words, done.to(device), torch.from_numpy(cut).to(device))
+        return Block(*places[:2], words.numpy(), done.detach().cpu().contiguous().numpy(), cut)
+
+    # Steps as blocks
+
+    def append(self, block: Block, layout: Layout) -> torch.Tensor:
+        """Writes checked rows.
+
+        Returns:
+            `[N]` int64 slots in the order of the block.
+        """
+        storage = self._storage
+        if storage.layout is None:
+            storage.lay_out(layout)
+        slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
+        self._write_count += len(slots)
+        self._written_at[block.which] = self._write_count
+        if gaps and not self._warned_of_gaps:
+            self._warned_of_gaps = True
+            warn_caller(
+                f"{gaps} rows do not continue the rows before them, though no episode ended: episodes "
+                "are cut there. Call end_episodes() where environments are reset early, or pass "
+                'on_gap="ignore" if observations are changed between steps.'
+            )
+        return slots
+
+    # As TorchRL's buffers ask
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        if empty_write_count:
+            self._write_count = 0
+            self._written_at[:] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the write count."""
+        return {"write_count": self._write_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the write count."""
+        self._write_count = state_dict["write_count"]
+
+    def dumps(self, path: Any) -> None:
+        """Raises: a storage is saved as a whole."""
+        raise NotImplementedError
+
+    loads = dumps
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_envs={self.num_envs})"
+
+
+def _in_order(named: Sequence[int] | None, size: int, steps: int) -> _Places:
+    """Returns the places of `[L, T]` rows, `size` in all."""
+    num_lanes = size // steps
+    offsets = np.arange(num_lanes + 1) * steps
+    if named is None:
+        return _Places(np.arange(num_lanes), offsets, None)
+    which = np.asarray(named, np.int64)
+    by_lane = which.argsort()
+    if (by_lane[1:] > by_lane[:-1]).all():
+        return _Places(which, offsets, None)
+    order = (by_lane[:, None] * steps + np.arange(steps)).reshape(-1)
+    return _Places(which[by_lane], offsets, order)
