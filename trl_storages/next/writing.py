@@ -23,7 +23,6 @@ from trl_storages.streams.layout import Layout
 from trl_storages.streams.packed import PackedStorage, checked_fields
 from trl_storages.streams.staging import Block
 from trl_storages.writing.checks import (
-    check_flags_of,
     end_flags,
     num_steps_of,
     refuse_padding,
@@ -138,7 +137,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         flag = data.get(self.done_key, None)
         done_entry = {} if flag is None else {self.done_key: flag}
         done = end_flags(done_entry, self.done_key, size).reshape(-1)
-        check_flags_of(entries)
+        _check_flags(entries)
         places = _in_order(named, size, steps) if steps else self._routed(numbers, done)
         block = self._block(layout, entries, done, places, numbers)
         slots = self.append(block, layout)
@@ -195,8 +194,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if lost:
             self._warned_of_lost = True
             warn_caller(
-                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those "
-                "that are needed in extra_fields=. States of a recurrent policy have fields if its primer "
+                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those that are "
+                "needed in extra_fields=. States of a recurrent policy have fields if its primer "
                 "(make_tensordict_primer()) is part of the environment that the storage is made of."
             )
 
@@ -298,3 +297,19 @@ def _in_order(named: Sequence[int] | None, size: int, steps: int) -> _Places:
         return _Places(which, offsets, None)
     order = (by_lane[:, None] * steps + np.arange(steps)).reshape(-1)
     return _Places(which[by_lane], offsets, order)
+
+
+def _check_flags(entries: dict[NestedKey, torch.Tensor]) -> None:
+    """Checks that rows on the host are `done` where they are `terminated` or `truncated`.
+
+    Raises:
+        ValueError: some are not.
+    """
+    for key, done_key in default_keys.done_beside(entries).items():
+        flag, done = entries[key], entries[done_key]
+        fits = flag.is_cpu and flag.dtype is torch.bool and done.shape == flag.shape
+        if fits and (flag & ~done).any():
+            raise ValueError(
+                f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where "
+                "it is not: set it to terminated | truncated. Nothing was written."
+            )
