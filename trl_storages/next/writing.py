@@ -194,9 +194,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if lost:
             self._warned_of_lost = True
             warn_caller(
-                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those that are "
-                "needed in extra_fields=. States of a recurrent policy have fields if its primer "
-                "(make_tensordict_primer()) is part of the environment that the storage is made of."
+                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those "
+                "that are needed in extra_fields=. States of a recurrent policy have fields if its "
+                "primer (make_tensordict_primer()) is part of the storage's environment."
             )
 
     def _routed(self, numbers: Any, done: torch.Tensor) -> _Places:
