@@ -53,6 +53,20 @@ def test_whole_finished_episodes_are_drawn_alike():
     assert chisquare(counts[usable]).pvalue > 1e-4
 
 
+def test_an_episode_ends_where_it_did_though_a_write_that_was_cut_off_went_on_with_it():
+    index = EpisodeIndex(40)
+    which = np.array([0])
+    for length, is_cut, is_published in ((2, False, True), (5, False, False), (3, True, True)):
+        offsets, flags = np.array([0, length]), np.zeros(length, bool)
+        cut = flags.copy()
+        cut[0] = is_cut
+        at, slots = np.arange(length) + 2 * index.cursors[0], np.empty(length, np.int64)
+        streams.enter(index.tables, which, offsets, at, flags, cut, slots)
+        if is_published:
+            streams.publish(index.tables, which, offsets)
+    assert index.ahead(index.live_slots()).tolist() == [1, 0, 2, 1, 0]
+
+
 def test_least_window_that_reaches_a_count():
     index = unequal_lanes()
     assert [index.window_of(c) for c in (1, 2, 3, 8, 9, 14, 99)] == [1, 1, 2, 4, 5, 10, 10]
