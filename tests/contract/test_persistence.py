@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract.make import make, new_folder
+from contract.make import make, make_of, new_folder
 from contract.steps import Player, assert_same, ids_of, rows, without_slots, write
+from gymnasium.spaces import Box, Discrete
+from tensordict import TensorDict
 
 pytestmark = pytest.mark.requirement("persistence")
 
@@ -179,8 +181,11 @@ def test_damaged_dumps_are_refused_or_right_and_run_no_code(tmp_path):
             except (ValueError, KeyError, TypeError, OSError):
                 assert_same(storage[:], before)
             else:
-                assert damage in ("byte", "shorter", "pickle", "removed")
-                assert ids_of(storage[:]).shape == ids_of(right).shape
+                # A flipped bit of a value is read as it is.
+                loaded = ids_of(storage[:]) if damage == "byte" else storage[:]
+                assert loaded.shape == right.shape
+                if damage != "byte":
+                    assert_same(loaded, right)
                 storage, _ = written("uniform", "memory", 5)
             assert not (tmp_path / "exploded").exists()
         file.write_bytes(data)
@@ -188,20 +193,24 @@ def test_damaged_dumps_are_refused_or_right_and_run_no_code(tmp_path):
     assert_same(storage[:], right)
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="rows can't be rewritten yet")
-@pytest.mark.requirement("slices")
-@pytest.mark.parametrize("place", ["memory", "device"])
-def test_fields_of_the_step_are_rewritten(place):
-    storage, _ = written("uniform", place, 7)
-    history = storage[:]
-    index = storage.sample(64)["index"]
-    storage.rewrite(index, {("next", "reward"): torch.full((64, 1), 5.0)})
-    drawn = storage[index]
-    assert (drawn["next", "reward"] == 5).all()
-    assert_same(storage[:].exclude(("next", "reward")), history.exclude(("next", "reward")))
-    for key in ("observation", ("next", "done")):
-        with pytest.raises((ValueError, KeyError)):
-            storage.rewrite(index, {key: drawn[key]})
+@pytest.mark.xfail(strict=True, reason="values of dumps have no checksums")
+@pytest.mark.requirement("refused-is-unchanged")
+def test_flipped_bits_of_dumps_are_found(tmp_path):
+    source, _ = written("uniform", "memory", 17)
+    source.dumps(tmp_path / "dump")
+    storage, luck = storage_of("uniform", "memory"), random.Random(0)
+    for file in [path for path in (tmp_path / "dump").rglob("*") if path.is_file()]:
+        data = file.read_bytes()
+        for _ in range(5 * bool(data)):
+            changed = bytearray(data)
+            changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+            file.write_bytes(changed)
+            try:
+                storage.loads(tmp_path / "dump")
+            except (ValueError, KeyError, TypeError, OSError):
+                continue
+            assert_same(storage[:], source[:])
+        file.write_bytes(data)
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason="stacks must continue the stream")
@@ -215,3 +224,31 @@ def test_stacks_that_do_not_continue_read_back(place):
     steps.append(player.step())
     storage.extend(rows(steps, "frames"))
     assert_same(storage[:], rows(steps, "frames"))
+
+
+@pytest.mark.requirement("stored-once")
+@pytest.mark.parametrize(
+    "frame_stack",
+    [
+        pytest.param(None, marks=pytest.mark.xfail(strict=True, reason="only with an option")),
+        4,
+    ],
+)
+def test_each_observation_is_stored_once(tmp_path, frame_stack):
+    """A directory takes much less than whole rows of observation and next observation."""
+    shape, size = (128,) if frame_stack is None else (4, 128), 2048
+    path = tmp_path / "rows"
+    options = {"path": path, "storage_size": size, "frame_stack": frame_stack}
+    storage = make_of(Box(-9, 9, shape), Discrete(2), **options)
+    frames = torch.arange(size + 4.0).clamp(min=3).unsqueeze(1).expand(-1, 128)
+    seen = frames if frame_stack is None else frames.unfold(0, 4, 1).transpose(1, 2)
+    flags = torch.zeros(size, 1, dtype=torch.bool)
+    after = dict.fromkeys(("done", "terminated", "truncated"), flags)
+    after |= {"observation": seen[1 : size + 1], "reward": torch.zeros(size, 1)}
+    written = {"observation": seen[:size], "action": torch.zeros(size).long(), "next": after}
+    storage.extend(TensorDict(written, [size]))
+    assert_same(storage[:], TensorDict(written, [size]))
+    storage.flush()
+    whole = 2 * seen[:size].numel() * 4
+    taken = sum(file.stat().st_blocks * 512 for file in path.rglob("*"))
+    assert taken < whole * (0.7 if frame_stack is None else 0.3)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract.make import DISCOUNT
+from contract.make import DISCOUNT, library
 from contract.model import Model
-from contract.steps import Transition, assert_same, ids_of, rows
-from contract.writers import LANES, Script, assert_kept, found, opened, writing
+from contract.steps import Transition, assert_same, ids_of, rows, write
+from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
 
 pytestmark = [
     pytest.mark.requirement("disk-workers"),
@@ -138,3 +138,74 @@ def test_a_reader_beside_a_writer(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["n-step", "hindsight", "all"])
 def test_a_reader_beside_a_writer_for_long(tmp_path, kind):
     read_beside_a_writer(tmp_path / "rows", kind, 60)
+
+
+class TestOneAtATime:
+    """A reader in the process of the writer."""
+
+    @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+    def test_it_follows(self, tmp_path, kind):
+        storage, reader = opened(tmp_path, STEPS, kind), None
+        written: list[list[Transition]] = [[] for _ in range(LANES)]
+        for number, num_blocks in enumerate((1, 2, 9, 1)):
+            write_on(storage, Script(number, 1000 * number), written, num_blocks)
+            reader = reader or opened(tmp_path, STEPS, kind, mode="r")
+            drawn = ids_of(reader.sample(64)).tolist()
+            assert found(reader) == [steps[-STEPS:] for steps in written]
+            assert {*drawn} <= {step.id for steps in written for step in steps[-STEPS:]}
+        storage.empty(keep_steps=3)
+        assert found(reader) == [steps[-3:] for steps in written]
+        storage.empty()
+        assert not reader.can_sample()
+        with pytest.raises(RuntimeError, match="empty"):
+            reader.sample()
+        write_on(storage, Script(0, 9000), written := [[], []], 1)
+        assert len(reader.sample()) == 16
+        storage.close()
+        assert found(reader) == written
+
+    def test_it_draws_by_the_priorities_of_the_writer(self, tmp_path):
+        storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
+        write_on(storage, Script(0), written, 9)
+        reader = opened(tmp_path, STEPS, "prioritized", mode="r")
+        for _ in range(3):
+            batch = storage.sample(256)
+            ids = ids_of(batch)
+            batch["td_error"] = torch.where(ids == ids[0], 1e9, 1e-3)
+            storage.update_tensordict_priority(batch)
+            assert {*ids_of(reader.sample(64)).tolist()} == {int(ids[0])}
+
+    def test_it_writes_nothing(self, tmp_path):
+        storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
+        write_on(storage, Script(0), written, 5)
+        files = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        reader = opened(tmp_path, STEPS, "prioritized", mode="r")
+        batch = reader.sample()
+        batch["td_error"] = torch.ones(16)
+        for act in (
+            lambda: write(reader, Script(1, 1000).block(0)),
+            lambda: reader.update_tensordict_priority(batch),
+            lambda: reader.load_state_dict(storage.state_dict()),
+            reader.empty,
+            reader.end_episodes,
+        ):
+            with pytest.raises(RuntimeError, match="reading"):
+                act()
+        reader.close()
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == files
+        assert found(storage) == [steps[-STEPS:] for steps in written]
+
+    def test_it_looks_for_new_rows_as_often_as_asked(self, tmp_path):
+        storage, written = opened(tmp_path, STEPS, "uniform"), [[], []]
+        script, newest = Script(0, longest=1), []
+        write_on(storage, script, written, 2)
+        reader = library.ReplayStorage.open(tmp_path, mode="r", fetch_every=3)
+        for number in range(2, 8):
+            newest.append(max(ids_of(reader.sample(400)).tolist()))
+            write(storage, script.block(number))
+        assert [newest[0]] * 3 == newest[:3]
+        assert [newest[3]] * 3 == newest[3:]
+        assert newest[0] == written[1][-1].id < newest[3]
+        for options in ({"fetch_every": 0}, {"mode": "w"}):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                library.ReplayStorage.open(tmp_path, **{"mode": "r", **options})
