@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
                 how, tips = np.empty(n, np.uint8), np.empty(len(which), np.int64)
                 streams.find_tips(tables, which, tips)
                 streams.compare(
-                    *(rows._entries, self.layout.sizes, self.k, tips, offsets, words, how)
+                    *(rows.entries, self.layout.sizes, self.k, tips, offsets, words, how)
                 )
             at, slots = np.empty(n, np.int64), np.empty(n, np.int64)
             saved = [it.copy() for it in tables[:5]]
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             if is_on_device:
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
             else:
-                streams.copy_in(*(rows._entries, self.layout.sizes, self.k), *part)
+                streams.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
             streams.publish(tables, which[:first], offsets[: first + 1])
             if is_on_device:
                 has_rows = which[:first][np.diff(offsets)[:first] > 0]

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages.index import invariants, whole_episodes
-from trl_storages.kernels import draws
+from trl_storages.kernels import draws, streams
 from trl_storages.kernels.streams import CURSOR, CUT, DONE, GOES_ON, TAIL
 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
@@ -173,6 +173,10 @@ class EpisodeIndex:
         if keep_steps:
             np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
             return
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins anew, without steps."""
         self._epoch += 1
         self._lanes[:] = 0
 
@@ -257,6 +261,17 @@ class EpisodeIndex:
         """Returns the step of its lane that each row is, `[B]` int64."""
         newest = torch.from_numpy(self.cursors)[self.lanes_of(slots)] - 1
         return newest - self.bounds(slots)[:, 3]
+
+    def stale(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
+
+        Args:
+            slots: `[B]` of the rows.
+            steps: `[B]` the steps of their lanes that they were when they were drawn.
+        """
+        found = np.empty(len(slots), bool)
+        streams.is_stale(self.tables, slots.numpy(), steps.numpy(), found)
+        return torch.from_numpy(found)
 
     def places(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the entry of each row, `[B]` int64."""

@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from trl_storages.kernels.checks import mark
 from trl_storages.kernels.compile import copy_words, fence, loop, prefetch
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "enter",
     "find_tips",
     "gather",
+    "is_stale",
     "make_room",
     "paste",
     "plan",
@@ -270,16 +272,28 @@ def put(
     cut: Any,
     cuts_gaps: bool,
     slots: Any,
+    marked: Any,
 ) -> int:
-    """Writes a block whole, of rows in memory; returns how many gaps were cut."""
+    """Writes a block whole; returns how many gaps were cut. In memory the marks are none."""
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
     tips = np.empty(len(which), np.int64)
     find_tips(index, which, tips)
     compare(entries, sizes, index[7], tips, offsets, block, how)
     gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
     copy_in(entries, sizes, index[7], block, how, at)
+    if len(marked[0]):
+        mark(index, entries, sizes[1], marked, which, offsets, how, at, slots)
     publish(index, which, offsets)
     return gaps
+
+
+@loop
+def is_stale(index: Any, slots: Any, steps: Any, stale: Any) -> None:
+    """Says which rows, of these slots and steps, gave way while they were copied."""
+    lanes, T = index[4], index[5]
+    fence()
+    for i in range(len(slots)):
+        stale[i] = steps[i] < lanes[slots[i] // T, TAIL]
 
 
 @loop

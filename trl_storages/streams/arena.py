@@ -6,7 +6,8 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -35,7 +36,12 @@ class Arena:
         shapes: name -> (dtype, shape).
         lane_bytes: how much of the array that is given back is one lane's; 0 if nothing is.
         file: descriptor of a file to map, which has the arena's size, or gets it; None maps memory.
-        writable: whether the arrays are written to; else they are of an existing file.
+        writable: whether what is written to the arrays reaches the file, or stays with this process.
+        lazy: of a file, names of arrays that have room on the disk as far as it was reserved; all other
+            arrays have room at once. None reserves nothing.
+
+    Raises:
+        OSError: the disk is full.
 
     Attributes:
         arrays: the arrays by name.
@@ -50,15 +56,17 @@ class Arena:
         lane_bytes: int = 0,
         file: int | None = None,
         writable: bool = True,
+        lazy: Sequence[str] | None = None,
     ) -> None:
-        most = max(lane_bytes // _PIECES, _PAGE)
-        self.piece = min(1 << (most.bit_length() - 1), _HUGE)
-        align = max(self.piece, _PAGE)
-        starts, end = {}, 0
-        for name, (dtype, shape) in shapes.items():
-            starts[name] = end
-            end += -(-max(prod(shape) * np.dtype(dtype).itemsize, 1) // align) * align
-        self.num_bytes, self._is_file = end, file is not None
+        self.piece, starts, self.num_bytes = _placed(shapes, lane_bytes)
+        align, self._is_file = self.piece, file is not None
+        if lazy is not None:
+            self._file = os.dup(file)  # type: ignore[arg-type]
+            weakref.finalize(self, os.close, self._file)
+            for name, (dtype, shape) in shapes.items():
+                if name not in lazy:
+                    size = prod(shape) * np.dtype(dtype).itemsize
+                    os.posix_fallocate(self._file, starts[name], size)
         self._map = self._mapped(file, writable)
         # Pieces of private memory are aligned as addresses, those of a file within it.
         address = np.frombuffer(self._map, np.uint8).ctypes.data
@@ -73,15 +81,25 @@ class Arena:
         if file is not None:
             if writable and os.fstat(file).st_size < self.num_bytes:
                 os.ftruncate(file, self.num_bytes)
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            return mmap.mmap(file, self.num_bytes, access=access)
-        size = self.num_bytes + max(self.piece, _PAGE)
+            if writable:
+                return mmap.mmap(file, self.num_bytes)
+            # Compiled loops take arrays that can be written. Pages that are not are those of the file.
+            return mmap.mmap(
+                *(file, self.num_bytes, mmap.MAP_PRIVATE | _NO_RESERVE),
+                mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        size = self.num_bytes + self.piece
         if not GIVES_BACK:
             return mmap.mmap(-1, size)
         found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         # Gathers from huge pages are a third faster, but a lane of few of them could give nothing back.
         found.madvise(mmap.MADV_HUGEPAGE if self.piece == _HUGE else mmap.MADV_NOHUGEPAGE)
         return found
+
+    @staticmethod
+    def size_of(shapes: Mapping[str, tuple[Any, tuple[int, ...]]], *, lane_bytes: int) -> int:
+        """Returns the size of a file for such arrays."""
+        return _placed(shapes, lane_bytes)[2]
 
     @classmethod
     def shared(
@@ -94,6 +112,20 @@ class Arena:
             return cls(shapes, lane_bytes=lane_bytes, file=file), Path(name)
         finally:
             os.close(file)
+
+    def reserve(self, name: str, first: int, end: int) -> None:
+        """Reserves room on the disk for bytes `first` to `end` of an array in a file.
+
+        A write to a page of a file that has none kills the process when the disk is full.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        os.posix_fallocate(self._file, self._starts[name] + first, end - first)
+
+    def flush(self) -> None:
+        """Waits until what was written is on the disk."""
+        self._map.flush()
 
     def give_back(self, name: str, first: int, end: int) -> None:
         """Gives back the memory of bytes `first` to `end` of an array, as far as they fill pieces."""
@@ -108,3 +140,16 @@ class Arena:
                 self._map.madvise(
                     mmap.MADV_REMOVE if self._is_file else mmap.MADV_DONTNEED, start, size
                 )
+
+
+def _placed(
+    shapes: Mapping[str, tuple[Any, tuple[int, ...]]], lane_bytes: int
+) -> tuple[int, dict[str, int], int]:
+    """Returns the size of a piece, where each array begins, and the size of all."""
+    most = max(lane_bytes // _PIECES, _PAGE)
+    piece = min(1 << (most.bit_length() - 1), _HUGE)
+    starts, end = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        starts[name] = end
+        end += -(-max(prod(shape) * np.dtype(dtype).itemsize, 1) // piece) * piece
+    return piece, starts, end

@@ -12,7 +12,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import streams
+from trl_storages.kernels import checks, streams
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Field, Layout
 from trl_storages.streams.staging import Block
@@ -21,6 +21,9 @@ __all__ = ["HostRows"]
 
 # Elements are copied as unsigned words of their size; one of 16 bytes is two words.
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
+_UNMARKED = np.empty((0, checks.NUM_WORDS), np.int64), np.empty(0, np.int64)
+# Bytes that are reserved ahead at most.
+_AHEAD = 1 << 20
 
 
 class HostRows:
@@ -29,31 +32,44 @@ class HostRows:
     Args:
         layout: of the rows.
         index: says where they are.
-        arena: holds the `entries` `[E M, W]`.
+        arena: holds the `entries` `[E M, W]`, and in a file their `marks`, see `kernels.checks`.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
-        self._entries = arena.arrays["entries"]
-        self._views = {dtype: self._entries.view(dtype) for dtype in set(_WORDS.values())}
+        #: `[E M, W]`.
+        self.entries = arena.arrays["entries"]
+        self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
         entry_bytes = layout.entry_words * 8
         self._often = max(index.num_envs * arena.piece // entry_bytes, 1)
         self._written = 0
+        marks = arena.arrays.get("marks")
+        #: The marks and the constants of their checks; none in memory.
+        self.marked: tuple[np.ndarray, np.ndarray] = _UNMARKED
+        if marks is not None:
+            self.marked = marks, checks.factors(layout.entry_words, layout.frames)
+        # For so many entries more there is room on the disk, in each lane.
+        self._reserved = 0
 
     def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
 
         Returns:
             `[N]` int64 slots, and how many gaps were cut.
+
+        Raises:
+            OSError: the disk is full. Nothing is written then.
         """
         num_rows = len(block.words)
+        if len(self.marked[0]):
+            self._reserve(num_rows)
         slots = np.empty(num_rows, np.int64)
         gaps = streams.put(
             self._index.tables,
-            self._entries,
+            self.entries,
             self._layout.sizes,
             block.which,
             block.offsets,
@@ -62,11 +78,33 @@ class HostRows:
             block.cut,
             cuts_gaps,
             slots,
+            self.marked,
         )
         self._written += num_rows
         if self._written >= self._often:
             self._give_back()
         return torch.from_numpy(slots), gaps
+
+    def _reserve(self, num_rows: int) -> None:
+        """Reserves room on the disk for a write of so many rows, and for some more."""
+        index, k = self._index, self._index.stack
+        need = num_rows * (k + 1) + k
+        self._reserved -= need
+        if self._reserved >= 0:
+            return
+        M, size = index.entries_per_lane, self._layout.entry_words * 8
+        some = max(min(_AHEAD, M * size // 16), self._arena.piece) // size
+        ahead = min(need + some, M)
+        newest = index.where[index.newest_slots()]
+        heads = np.where(index.cursors > 0, newest + 2 - np.arange(index.num_envs) * M, 0)
+        for lane, head in enumerate(heads.tolist()):
+            # With what the stream ends with. At the end of a lane it goes on at the beginning.
+            begin, end = max(head - 1, 0), head + ahead
+            for first, last in [(begin, end)] if end <= M else [(begin, M), (0, ahead)]:
+                for name, words in (("entries", size), ("marks", checks.NUM_WORDS * 8)):
+                    start, stop = (lane * M + first) * words, (lane * M + last) * words
+                    self._arena.reserve(name, start, stop)
+        self._reserved = ahead - need
 
     def _give_back(self) -> None:
         """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
@@ -80,6 +118,10 @@ class HostRows:
             begin, end = lane * M, (lane + 1) * M
             for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
                 self._arena.give_back("entries", first * size, last * size)
+                if len(self.marked[0]):
+                    words = checks.NUM_WORDS * 8
+                    self._arena.give_back("marks", first * words, last * words)
+        self._reserved = 0  # with what lies behind the streams
 
     def _elements(self, field: Field) -> tuple[np.ndarray, int, int]:
         """Returns the entries as words of a field, its first word and its number of words."""
@@ -110,7 +152,7 @@ class HostRows:
         """
         rows = torch.empty(len(places), self._layout.row_words, dtype=torch.int64)
         streams.gather(
-            *(self._entries, self._layout.sizes, self._layout.frames),
+            *(self.entries, self._layout.sizes, self._layout.frames),
             *(places.numpy(), last.numpy(), rows.numpy()),
         )
         return rows
@@ -143,7 +185,13 @@ class HostRows:
             streams.paste(elements, at, start, mask.numpy(), words, first, size)
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
+        """Overwrites a field of the step of the rows at different entries `places` `[B]`.
+
+        Raises:
+            TypeError: the rows are in a file: a power cut could leave a mixture.
+        """
+        if len(self.marked[0]):
+            raise TypeError("rows in a directory are never overwritten; keep them in memory.")
         field = self._layout.field(key)
         elements, start, _ = self._elements(field)
         copied, words = _new_words(field, len(places))

@@ -1,0 +1,5 @@
+"""Rows in a directory: the arena in a file, beside a description of it."""
+
+from trl_storages.directory.directory import Directory
+
+__all__ = ["Directory"]

@@ -1,0 +1,169 @@
+"""How a directory describes itself: `storage.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trl_storages import keys
+from trl_storages.saved.durable import write_text
+from trl_storages.saved.untrusted import MOST_BYTES, open_regular, parse_json
+from trl_storages.streams.frames import FrameStack
+from trl_storages.streams.layout import DTYPES, Layout
+
+__all__ = ["NAME", "ROWS", "Description", "damaged"]
+
+NAME = "storage.json"
+#: Names of files of rows.
+ROWS = re.compile(r"rows\.[1-9][0-9]{0,8}")
+_KIND = {"kind": "trl_storages", "format": 3}
+_MOST = 2**48
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def damaged(path: Path, what: str) -> ValueError:
+    """Returns the error that says how a directory is damaged."""
+    return ValueError(f"{path} is damaged: {what}. Bring it back from a copy; nothing was changed.")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The contents of `storage.json`. Never changed: a change makes a new one.
+
+    Args:
+        layout: of the rows.
+        max_size, num_envs, max_entries: see `EpisodeIndex`.
+        rows: the name of the file of rows.
+        boot: which boot of which machine wrote last.
+        inode: of the file of rows, by which a copy is told.
+        is_clean: whether all that was written was flushed.
+        tails: `[E]` steps before these are gone for good.
+        cursors: `[E]` steps before these are durable.
+        state: of other parts.
+
+    Raises:
+        ValueError: it can't be that of a storage.
+    """
+
+    layout: Layout
+    max_size: int
+    num_envs: int
+    max_entries: int | None
+    rows: str
+    boot: str
+    inode: int
+    is_clean: bool
+    tails: list[int]
+    cursors: list[int]
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = [
+            *(self.max_size, self.num_envs, *self.tails, *self.cursors),
+            *([] if self.max_entries is None else [self.max_entries]),
+        ]
+        if not all(type(it) is int and 0 <= it < _MOST for it in numbers):
+            raise ValueError("its numbers are not those of rows")
+        if not len(self.tails) == len(self.cursors) == self.num_envs:
+            raise ValueError("its lanes are not as many as it says")
+        if not (isinstance(self.rows, str) and ROWS.fullmatch(self.rows)):
+            raise ValueError("it names no file of rows")
+        if not (type(self.is_clean) is bool and isinstance(self.state, dict)):
+            raise ValueError("'is_clean' must be true or false, and 'state' an object")
+
+    def write(self, directory: Path) -> None:
+        """Replaces the description of a directory, atomically and durably.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        own = {it.name: getattr(self, it.name) for it in fields(self)}
+        words = {**_KIND, **own, "layout": _described(self.layout)}
+        write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
+
+    @classmethod
+    def read(cls, directory: Path) -> Description:
+        """Reads the description of a directory.
+
+        Raises:
+            FileNotFoundError: it holds no storage.
+            ValueError: it is damaged, or of another format.
+        """
+        path = directory / NAME
+        try:
+            descriptor, _ = open_regular(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise FileNotFoundError(f"{directory} must hold a storage, with {NAME}.") from None
+        except OSError as error:
+            raise damaged(path, f"it must be a file: {error.strerror}") from error
+        with open(descriptor, "rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        try:
+            words = parse_json(text)
+            if (got := {key: words.get(key) for key in _KIND}) != _KIND:
+                raise ValueError(
+                    f"it must be of {_KIND}, got {str(got)[:50]}; formats 1 and 2 were never released"
+                )
+            if words.pop("check", None) != _check(words):
+                raise ValueError("it does not match its check")
+            own = {key: value for key, value in words.items() if key not in _KIND}
+            return cls(**{**own, "layout": _layout_of(own["layout"])})
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+            OverflowError,
+        ) as error:
+            raise damaged(path, f"it does not describe a storage: {error!s:.200}") from error
+
+    def but(self, **changes: Any) -> Description:
+        """Returns another one with some changes."""
+        return replace(self, **changes)
+
+
+def _check(words: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(words).encode())
+
+
+def _described(layout: Layout) -> dict[str, Any]:
+    """Returns a layout as JSON."""
+    return {
+        "fields": [
+            {
+                "key": list(keys.key_path(key)),
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                **({"stack": asdict(stack[0])} if stack else {}),
+            }
+            for key, (dtype, shape, *stack) in layout.described.items()
+        ],
+        "nested": [[list(path), list(size)] for path, size in layout.nested],
+    }
+
+
+def _layout_of(words: dict[str, Any]) -> Layout:
+    """Returns the layout that was described."""
+    described: dict[Any, Any] = {}
+    for it in words["fields"]:
+        stack = [FrameStack(**it["stack"])] if "stack" in it else []
+        described[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
+    nested = tuple((tuple(path), _shape(size)) for path, size in words["nested"])
+    layout = Layout(described, nested)
+    if _described(layout) != words or layout.row_words > _MOST:
+        raise ValueError("its fields are not those of rows")
+    return layout
+
+
+def _shape(sizes: list[int]) -> torch.Size:
+    if not all(type(size) is int and 0 <= size < _MOST for size in sizes):
+        raise ValueError(f"a shape must be a list of sizes, got {sizes!r:.50}")
+    return torch.Size(sizes)

@@ -1,0 +1,296 @@
+"""A directory that holds the rows of a storage, beyond the process that wrote them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trl_storages.directory.description import NAME, ROWS, Description, damaged
+from trl_storages.directory.lock import WriterLock
+from trl_storages.directory.recovery import forget_beyond, recover
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels import checks
+from trl_storages.saved.durable import sync_directory
+from trl_storages.saved.untrusted import NO_LINKS, open_regular
+from trl_storages.streams import Arena, HostRows, Layout
+
+__all__ = ["Directory"]
+
+_LAZY = ("entries", "marks")
+
+
+class Directory:
+    """Rows in a file, with their index: whatever becomes of the process, they are there again.
+
+    After a kill all rows are there that were written. After a power cut those are there that `flush`
+    returned from, unless they gave way since, and later ones as far as they are whole. `create` and
+    `open` make one.
+
+    Attributes:
+        path: the directory.
+        mode: "r+" for its writer, "r" for readers, which see what the writer publishes.
+        layout: of the rows.
+        index: which rows there are.
+        rows: the rows.
+        state: of other parts, as the last `flush` was given it.
+    """
+
+    def __init__(self, path: Path, mode: str, lock: WriterLock | None) -> None:
+        self.path, self.mode, self._lock = path, mode, lock
+        self._is_open = True
+        self._described: Description
+        self._arena: Arena
+        self.layout: Layout
+        self.index: EpisodeIndex
+        self.rows: HostRows
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        layout: Layout,
+        max_size: int,
+        num_envs: int = 1,
+        *,
+        max_entries: int | None = None,
+        fresh: bool = False,
+    ) -> Directory:
+        """Makes a directory of no rows, and opens it to write.
+
+        Args:
+            path: the directory; it is made if it is not there.
+            layout: of the rows.
+            max_size: the number of rows, see `EpisodeIndex`.
+            num_envs: the number of lanes.
+            max_entries: room for observations, over all lanes.
+            fresh: whether the rows that the directory holds are discarded.
+
+        Raises:
+            FileExistsError: it holds something already.
+            RuntimeError: it has a writer.
+            OSError: the disk is full.
+        """
+        path = Path(path)
+        # Sizes are checked before anything is made.
+        EpisodeIndex(max_size, num_envs, stack=layout.frames, max_entries=max_entries)
+        path.mkdir(parents=True, exist_ok=True)
+        _check_free(path, fresh)
+        lock = WriterLock(path)
+        try:
+            _check_free(path, fresh)
+            number = 1 + max((int(it[5:]) for it in _rows_in(path)), default=0)
+            name = f"rows.{number}"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS
+            file = os.open(path / name, flags, 0o644)
+            made = cls(path, "r+", lock)
+            try:
+                described = Description(
+                    layout=layout,
+                    max_size=max_size,
+                    num_envs=num_envs,
+                    max_entries=max_entries,
+                    rows=name,
+                    boot=_boot(),
+                    inode=os.fstat(file).st_ino,
+                    is_clean=False,
+                    tails=[0] * num_envs,
+                    cursors=[0] * num_envs,
+                )
+                made._adopt(described, file)
+            except BaseException:
+                (path / name).unlink()
+                raise
+            finally:
+                os.close(file)
+            made._arena.flush()
+            described.write(path)
+            made._remove_others()
+            sync_directory(path.parent)
+        except BaseException:
+            lock.forget()
+            raise
+        return made
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Directory:
+        """Opens a directory.
+
+        After an unclean end of the machine, or of a copy of a directory in use, the rows that are whole
+        are found anew.
+
+        Raises:
+            FileNotFoundError: it holds no storage.
+            RuntimeError: it has a writer, and `mode` is "r+".
+            ValueError: it is damaged, or `mode` is neither "r" nor "r+".
+        """
+        path = Path(path)
+        if mode not in ("r", "r+"):
+            raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}.")
+        Description.read(path)
+        lock = WriterLock(path) if mode == "r+" else None
+        try:
+            opened = cls(path, mode, lock)
+            opened._read()
+        except BaseException:
+            if lock:
+                lock.forget()
+            raise
+        return opened
+
+    def _read(self) -> None:
+        described, writes = Description.read(self.path), self.mode == "r+"
+        path = self.path / described.rows
+        try:
+            file, size = open_regular(path, os.O_RDWR if writes else os.O_RDONLY)
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                raise
+            raise damaged(path, f"it must be a file: {error.strerror}") from error
+        try:
+            # What an index takes is less than what its file takes.
+            if described.max_size * 8 > size or (described.max_entries or 0) * 8 > size:
+                raise damaged(path, f"it is too small for its rows, with {size:,} bytes")
+            inode = os.fstat(file).st_ino
+            try:
+                self._adopt(described, file, size)
+            except (ValueError, OverflowError, MemoryError) as error:
+                raise damaged(path, str(error)) from error
+        finally:
+            os.close(file)
+        is_same = described.inode == inode and described.boot == _boot() != ""
+        if described.is_clean or is_same:
+            self._check()
+            if writes and not described.is_clean and forget_beyond(self.index, self.rows.marked[0]):
+                self._arena.flush()
+        else:
+            recover(self.index, self.layout, self.rows, described.tails, described.cursors)
+        if writes:
+            self._described = described.but(boot=_boot(), inode=inode)
+            self.flush(described.state)
+            self._remove_others()
+
+    def _adopt(self, described: Description, file: int, size: int | None = None) -> None:
+        """Maps the file of a description; one of another `size` is refused, None makes it."""
+        layout, index = described.layout, _index_of(described)
+        entries = index.num_envs * index.entries_per_lane
+        shapes = {
+            **index.table_shapes(),
+            "marks": (np.int64, (entries, checks.NUM_WORDS)),
+            "entries": (np.int64, (entries, layout.entry_words)),
+        }
+        lane_bytes = index.entries_per_lane * layout.entry_words * 8
+        needed = Arena.size_of(shapes, lane_bytes=lane_bytes)
+        if size not in (None, needed):
+            raise ValueError(f"it must have {needed:,} bytes, got {size:,}")
+        writes = self.mode == "r+"
+        lazy = _LAZY if writes else None
+        arena = Arena(shapes, lane_bytes=lane_bytes, file=file, writable=writes, lazy=lazy)
+        self._described, self._arena, self.layout = described, arena, layout
+        self.index = _index_of(described, arena.arrays)
+        self.rows = HostRows(layout, self.index, arena)
+        self.state: Mapping[str, Any] = described.state
+
+    def _check(self) -> None:
+        """Raises a ValueError if a live row is damaged, or its place in the index."""
+        lane = checks.first_wrong(
+            *(self.index.tables, self.rows.entries, self.layout.observation_words, self.rows.marked)
+        )
+        if lane >= 0:
+            raise damaged(self.path / self._described.rows, f"rows of lane {lane} are not whole")
+
+    def _remove_others(self) -> None:
+        """Removes files of rows that were replaced, or never came to be used."""
+        for name in _rows_in(self.path):
+            if name != self._described.rows:
+                (self.path / name).unlink(missing_ok=True)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these rows are those of the directory still, not of one that was made anew."""
+        try:
+            return os.stat(self.path / self._described.rows).st_ino == self._described.inode
+        except OSError:
+            return False
+
+    def _check_writer(self) -> None:
+        if self._lock is None or not self._lock.is_held:
+            raise RuntimeError(f"{self.path} must be opened with mode='r+', by this process.")
+
+    def flush(self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False) -> None:
+        """Waits until all rows are on the disk: they outlive a power cut.
+
+        Args:
+            state: of other parts, as JSON; None is that of before.
+            is_clean: whether nothing will be written from now on.
+
+        Raises:
+            OSError: the disk is full. The rows are there, as after a kill.
+        """
+        self._check_writer()
+        tails, cursors = self.index.tails.tolist(), self.index.cursors.tolist()
+        self._arena.flush()
+        self.state = self.state if state is None else state
+        described = self._described.but(
+            tails=tails, cursors=cursors, state=dict(self.state), is_clean=is_clean
+        )
+        described.write(self.path)
+        self._described = described
+
+    def empty(self) -> None:
+        """Discards all rows, for good."""
+        self._check_writer()
+        self.index.end_episodes()
+        self.index.tails[:] = self.index.cursors
+        self.flush()
+
+    def close(self) -> None:
+        """Flushes, and lets another process write. Rows are read no more."""
+        if self._is_open and self._lock is not None and self._lock.is_held:
+            self.flush(is_clean=True)
+            self._lock.forget()
+        self._is_open = False
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self.index):,} rows)"
+
+
+def _index_of(
+    described: Description, tables: Mapping[str, np.ndarray] | None = None
+) -> EpisodeIndex:
+    return EpisodeIndex(
+        *(described.max_size, described.num_envs),
+        stack=described.layout.frames,
+        max_entries=described.max_entries,
+        tables=tables,
+    )
+
+
+def _boot() -> str:
+    """Returns which boot of which machine this is, "" if the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _rows_in(path: Path) -> list[str]:
+    return [it.name for it in path.iterdir() if ROWS.fullmatch(it.name)]
+
+
+def _check_free(path: Path, fresh: bool) -> None:
+    """Raises a FileExistsError unless a directory is empty, or holds what may be discarded."""
+    own = {"lock", f"{NAME}.new", *_rows_in(path), *([NAME] if fresh else [])}
+    if others := {it.name for it in path.iterdir()} - own:
+        raise FileExistsError(
+            f"{path} must be empty, or be made fresh=True, got one with {sorted(others)[:5]}."
+        )

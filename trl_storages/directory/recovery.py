@@ -1,0 +1,102 @@
+"""Makes an index anew, of the rows in a file that are whole.
+
+Letters: E lanes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels import checks
+from trl_storages.kernels.streams import CUT, DONE, FIRST, GOES_ON, LAST
+from trl_storages.streams import HostRows, Layout
+
+__all__ = ["forget_beyond", "recover"]
+
+
+def forget_beyond(index: EpisodeIndex, marks: np.ndarray) -> bool:
+    """Removes marks of steps that a killed writer did not publish; returns whether there were any.
+
+    Their numbers are given to other steps from now on.
+    """
+    numbers = marks[:, checks.NUMBER].reshape(index.num_envs, -1)
+    left = numbers >> 2 > index.cursors[:, None]
+    if left.any():
+        numbers[left] = 0
+        return True
+    return False
+
+
+def recover(
+    index: EpisodeIndex, layout: Layout, rows: HostRows, tails: list[int], cursors: list[int]
+) -> None:
+    """Fills an index with the rows that are whole, and removes all other marks.
+
+    Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
+    there, the newest.
+
+    Args:
+        index: any contents.
+        layout: of the rows.
+        rows: of the index.
+        tails: `[E]` steps before these don't count.
+        cursors: `[E]` steps before these were flushed.
+    """
+    marks = rows.marked[0]
+    steps = np.empty(len(marks), np.int64)
+    checks.rows_of(
+        *(rows.entries, layout.observation_words, layout.frames),
+        *(index.entries_per_lane, rows.marked, steps),
+    )
+    index.clear()
+    kept = np.zeros(len(marks), bool)
+    size = index.entries_per_lane
+    for lane, (tail, flushed) in enumerate(zip(tails, cursors, strict=True)):
+        found = steps[lane * size : (lane + 1) * size]
+        run, places = _chosen(found, tail, flushed, index.steps_per_lane)
+        if len(run):
+            places += lane * size
+            kept[places] = True
+            _fill(index, lane, run, places, marks[places, checks.NUMBER])
+    # Where a file has no room every mark is zero: nothing is written there.
+    marks[(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
+
+
+def _chosen(found: np.ndarray, tail: int, flushed: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the steps of a lane that count, and their entries in it."""
+    places = np.flatnonzero(found >= tail)
+    run, order = np.unique(found[places], return_index=True)
+    places = places[order]
+    holes = np.flatnonzero(np.diff(run) != 1) + 1
+    bounds = [0, *holes.tolist(), len(run)]
+    at = int(np.searchsorted(run, flushed - 1))
+    if at < len(run) and run[at] == flushed - 1:
+        which = int(np.searchsorted(holes, at, "right"))
+    else:
+        which = len(bounds) - 2
+    begin, end = bounds[which], bounds[which + 1]
+    begin = max(begin, end - most)
+    return run[begin:end], places[begin:end]
+
+
+def _fill(
+    index: EpisodeIndex, lane: int, steps: np.ndarray, places: np.ndarray, numbers: np.ndarray
+) -> None:
+    """Enters the only steps of a lane into an index."""
+    spans, lanes = index.tables[3], index.tables[4]
+    slots = lane * index.steps_per_lane + steps % index.steps_per_lane
+    begins, done = numbers & 2 != 0, numbers & 1 != 0
+    is_whole = bool(begins[0])
+    begins[0] = True
+    episode = begins.cumsum() - 1
+    first = steps[begins]
+    index.where[slots], index.episode[slots] = places, episode
+    index.ends[slots] = np.where(done, DONE, GOES_ON)
+    if not done[-1]:
+        index.ends[slots[-1]] = CUT  # who knows what came behind it
+    spans[lane, : len(first), FIRST] = first
+    spans[lane, : len(first), LAST] = np.append(first[1:], steps[-1] + 1) - 1
+    if not is_whole:
+        spans[lane, 0, FIRST] -= 1
+    lanes[lane] = steps[-1] + 1, steps[0]
