@@ -1,0 +1,185 @@
+"""Who may write a directory, when, and where it may lie."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract.make import library, make
+from contract.steps import Player, assert_same, ids_of, record, without_slots, write
+from contract.writers import LANES, Script, found, opened, write_on
+from gymnasium.vector import AutoresetMode
+
+pytestmark = [
+    pytest.mark.requirement("persistence"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
+]
+
+STEPS = 12
+
+
+def filled(path: Any, kind: str = "uniform", num_blocks: int = 9) -> tuple[Any, list[Any]]:
+    storage, written = opened(path, STEPS, kind), [[], []]
+    write_on(storage, Script(0), written, num_blocks)
+    return storage, [steps[-STEPS:] for steps in written]
+
+
+def raised_in_a_fork(body: Callable[[], Any]) -> str:
+    """What a forked process raises; empty if nothing."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            torch.set_num_threads(1)
+            body()
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def test_one_process_writes(tmp_path):
+    storage, written = filled(tmp_path)
+    block = Script(1, 1000).block(0)
+    for act in (lambda: write(storage, block), storage.empty, lambda: opened(tmp_path, STEPS)):
+        assert raised_in_a_fork(act).startswith("RuntimeError")
+    with pytest.raises(RuntimeError, match="writer"):
+        opened(tmp_path, STEPS)
+    # A fork that ends does not take the right to write with it.
+    write_on(storage, Script(1, 1000), written, 1)
+    storage.close()
+    assert raised_in_a_fork(lambda: opened(tmp_path, STEPS, "uniform").close()) == ""
+    assert found(opened(tmp_path, STEPS, "uniform")) == [steps[-STEPS:] for steps in written]
+
+
+def test_a_closed_storage_stays_as_it_was(tmp_path):
+    storage, written = filled(tmp_path)
+    state = storage.state_dict()
+    storage.close()
+    storage.close()
+    for act in (
+        storage.empty,
+        lambda: storage.empty(keep_steps=3),
+        storage.end_episodes,
+        lambda: write(storage, Script(1, 1000).block(0)),
+        lambda: storage.load_state_dict(state),
+        lambda: storage.close(keep=False),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            act()
+        assert found(storage) == written
+        assert len(storage.sample()) == 16
+    again = opened(tmp_path, STEPS, "uniform")
+    assert found(again) == written
+    again.close(keep=False)
+    assert not tmp_path.exists()
+
+
+def test_in_memory_there_is_nothing_to_flush_or_close():
+    storage, player = make(), Player()
+    for _ in range(3):
+        write(storage, [player.play([], 2)])
+        storage.flush()
+        storage.close()
+    assert len(storage) == 6
+
+
+@pytest.mark.parametrize("way", ["move", "copy"])
+def test_a_closed_directory_may_be_moved_and_copied(way, tmp_path):
+    storage, written = filled(tmp_path / "rows", "prioritized")
+    storage.close()
+    there = tmp_path / "else" / "where"
+    there.parent.mkdir()
+    {"move": shutil.move, "copy": shutil.copytree}[way](tmp_path / "rows", there)
+    again = opened(there, STEPS, "prioritized")
+    if way == "copy":
+        beside = opened(tmp_path / "rows", STEPS, "prioritized")
+        assert_same(without_slots(beside.sample()), without_slots(again.sample()))
+        write_on(beside, Script(1, 1000), [[], []], 9)
+    assert found(again) == written
+    write_on(again, Script(2, 2000), written, 2)
+    assert found(again) == [steps[-STEPS:] for steps in written]
+
+
+def test_the_process_may_go_to_another_directory(tmp_path, monkeypatch):
+    (other := tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    storage, _ = filled("rows", num_blocks=0)
+    monkeypatch.chdir(other)
+    write_on(storage, Script(0), written := [[], []], 3)
+    storage.close()
+    assert not [*other.iterdir()]
+    assert found(opened(tmp_path / "rows", STEPS, "uniform")) == [it[-STEPS:] for it in written]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_copies_are_readers(tmp_path, copied):
+    storage, written = filled(tmp_path, "all")
+    other = copied(storage)
+    assert found(other) == written
+    write_on(storage, Script(1, 1000), written, 2)
+    assert len(other.sample()) == 16
+    assert found(other) == [steps[-STEPS:] for steps in written]
+    for act in (lambda: write(other, Script(2, 2000).block(0)), other.empty, other.end_episodes):
+        with pytest.raises(RuntimeError, match="reading"):
+            act()
+
+
+def test_readers_come_before_the_first_write(tmp_path):
+    storage = opened(tmp_path, STEPS, "uniform")
+    reader = library.ReplayStorage.open(tmp_path, mode="r", batch_size=8)
+    with pytest.raises(RuntimeError, match="empty"):
+        reader.sample()
+    write_on(storage, Script(0), written := [[], []], 1)
+    assert len(reader.sample()) == 8
+    assert found(reader) == written
+    with pytest.raises(FileNotFoundError):
+        library.ReplayStorage.open(tmp_path / "nowhere", mode="r")
+
+
+class TestAfterAKill:
+    """A copy of the files is what a killed process would have left."""
+
+    @pytest.mark.parametrize("is_flushed", [False, True])
+    def test_priorities_are_kept(self, tmp_path, is_flushed):
+        storage, written = filled(tmp_path / "rows", "prioritized")
+        for _ in range(2):
+            batch = storage.sample(256)
+            ids = ids_of(batch)
+            batch["td_error"] = torch.where(ids == ids[0], 1e9, 1e-3)
+            storage.update_tensordict_priority(batch)
+        if is_flushed:
+            storage.flush()
+        shutil.copytree(tmp_path / "rows", tmp_path / "copy")
+        again = opened(tmp_path / "copy", STEPS, "prioritized")
+        assert found(again) == written
+        assert {*ids_of(again.sample(64)).tolist()} == {int(ids[0])}
+
+    def test_environments_are_fresh(self, tmp_path):
+        """Those that were to be reset in the next step are gone with the process."""
+        options = {"lanes": LANES, "size": 24, "autoreset_mode": AutoresetMode.NEXT_STEP}
+        players = [Player(lane) for lane in range(LANES)]
+        storage = make(place="directory", path=tmp_path / "rows", **options)
+        record(storage, [players[0].step(), players[1].step("terminated")])
+        storage.flush()
+        record(storage, [player.step() for player in copy.deepcopy(players)])
+        assert len(storage) == 3  # the other one was reset
+        shutil.copytree(tmp_path / "rows", tmp_path / "later")
+        again = make(place="directory", path=tmp_path / "later", **options)
+        again.end_episodes()
+        for player in players:
+            player.reset()
+        steps = [player.step() for player in players]
+        record(again, steps)
+        assert len(again) == 5
+        assert {*ids_of(again[-2:]).tolist()} == {step.id for step in steps}
