@@ -331,6 +331,13 @@ class Machine(RuleBasedStateMachine):
         assert len({*zip(slots, ids, strict=True)}) == len({*slots}) == len({*ids})
         assert ids_of(self.storage[batch["index"]]).tolist() == ids
         drawn = [self.model.live[number] for number in ids]
+        episodes = [self.model.episode(row) for row in drawn]
+        behind = [its.index(row) for its, row in zip(episodes, drawn, strict=True)]
+        index = self.storage.episodes
+        assert index.behind(batch["index"]).tolist() == behind
+        assert (index.behind(batch["index"]) + index.ahead(batch["index"]) + 1).tolist() == [
+            len(its) for its in episodes
+        ]
         if self.variant.kind in ("all", "prioritized"):
             assert batch["priority_weight"].min() > 0
             assert batch["priority_weight"].max() == 1

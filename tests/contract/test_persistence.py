@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.make import make, make_of, new_folder
+from contract.make import PLACES, make, make_of, new_folder
 from contract.steps import Player, assert_same, ids_of, rows, without_slots, write
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
@@ -76,6 +76,50 @@ def test_what_is_loaded_goes_on_alike(kind, num_steps, reload, place):
         go_on(storage, players, num_more)
         for _ in range(10):
             assert_same(train(again), train(storage))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "directory"])
+def test_copies_go_on_alike_and_apart(copied, place):
+    storage, players = written("all", place, 31)
+    again, others = copied(storage), copy.deepcopy(players)
+    for num_more in (0, 1, 4):
+        go_on(again, others, num_more) if num_more else None
+        go_on(storage, players, num_more) if num_more else None
+        for _ in range(10):
+            assert_same(train(again), train(storage))
+    go_on(again, others, 30)
+    assert not {*ids_of(again[:]).tolist()} & {*ids_of(storage[:]).tolist()}
+
+
+@pytest.mark.parametrize("reload", [dumped, handed_over])
+def test_what_was_never_written_is_loaded_in_place_of_rows(reload, place):
+    storage, _ = written("all", place, 31)
+    reload(storage_of("all", place), storage)
+    assert len(storage) == 0
+    assert not storage.can_sample()
+    players = [Player(lane) for lane in range(LANES)]
+    steps = go_on(storage, players, 5)
+    assert {*ids_of(storage[:]).tolist()} == {step.id for its in steps for step in its}
+    # What was loaded is saved again.
+    reload(storage, again := storage_of("all", place, seed=9))
+    assert_same(train(again), train(storage))
+
+
+def test_a_phase_of_recency_goes_on(place):
+    storage, _ = written("recency", place, 31)
+    storage.sampler.begin_phase(40)
+    for _ in range(30):
+        storage.sample()
+    handed_over(storage, again := storage_of("recency", place, seed=9))
+    for _ in range(10):
+        assert_same(train(again), train(storage))
+
+
+def test_a_dump_that_is_not_there(tmp_path, place):
+    storage, _ = written("uniform", place, 7)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        storage.loads(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["uniform", "all"])
