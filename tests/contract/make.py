@@ -23,6 +23,7 @@ from torchrl.envs.transforms import Compose
 
 __all__ = [
     "DISCOUNT",
+    "IS_NEXT",
     "KINDS",
     "LAYOUTS",
     "PLACES",
@@ -38,6 +39,9 @@ __all__ = [
 
 #: The module with the public names.
 library: Any = import_module(os.environ.get("CONTRACT_INSIDE", "trl_storages"))
+
+#: Whether it is the one that is to come; a few tests say what only that one does.
+IS_NEXT = library.__name__.endswith(".next")
 
 #: Where rows are. "device" is any device but the host: for now, the tensor operations of GPUs on the CPU.
 PLACES = os.environ.get("CONTRACT_PLACES", "memory,directory,device").split(",")

@@ -184,7 +184,7 @@ def test_a_gap_is_cut_with_one_warning():
     storage = ReplayStorage(storage=PackedStorage(100, num_envs=LANES), transform=NStep(3, GAMMA))
     data = history(40)
     storage.extend(data[:, :5])
-    with pytest.warns(UserWarning, match="do not continue"):
+    with pytest.warns(UserWarning, match="is cut there"):
         storage.extend(data[:, 6:12])
     batch = storage.sample(200)
     steps = steps_of(storage, batch)

@@ -11,7 +11,13 @@ from trl_storages.next.recipes import (
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.next.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
+from trl_storages.next.samplers import (
+    ERESampler,
+    HERSampler,
+    PERSampler,
+    ReturnImprovementEta,
+    UniformSampler,
+)
 from trl_storages.next.sequences import EpisodeSequence
 from trl_storages.next.storage import ReplayStorage
 from trl_storages.next.transforms import GoalRelabel, NStep, ReplayTransform
@@ -38,6 +44,7 @@ __all__ = [
     "PrioritizedReplayStorage",
     "ReplayStorage",
     "ReplayTransform",
+    "ReturnImprovementEta",
     "UniformReplayStorage",
     "UniformSampler",
     "gym_reward",

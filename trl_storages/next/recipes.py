@@ -206,11 +206,29 @@ def _fields(
     stored |= further
     for key in stored:
         keys.check_storable(key)
-    for key, stack in stacked_observations(frame_stack, fields, infos).items():
-        ours = FrameStack(stack.num_frames, stack.dim)
-        stored[key] = stored[keys.next_key(key)] = (*fields[key], ours)
+    for key, stack in _stacks(frame_stack, fields, infos).items():
+        stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
     infos += [key for key in further if key != keys.REWARD]
     return {**fields, **further}, stored, infos
+
+
+def _stacks(
+    frame_stack: Any, fields: Mapping[Any, Any], infos: list[NestedKey]
+) -> Mapping[NestedKey, FrameStack]:
+    """Returns which observations are stacks.
+
+    Raises:
+        KeyError, TypeError, ValueError: `frame_stack` names no observations, or is not that of theirs.
+    """
+    if not isinstance(frame_stack, Mapping):
+        found = stacked_observations(frame_stack, fields, infos)
+        return {key: FrameStack(stack.num_frames, stack.dim) for key, stack in found.items()}
+    for key, stack in frame_stack.items():
+        arguments.instance("frame_stack", stack, FrameStack)
+        if key in infos or key not in fields or keys.next_key(key) not in fields:
+            raise KeyError(f"frame_stack must name observations, got {key!r}.")
+        stack.frame_shape(fields[key][1])
+    return frame_stack
 
 
 def _hindsight(

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey
+from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
+from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.functional.emphasis import window_size
 from trl_storages.index import EpisodeIndex, Seen
@@ -22,21 +24,35 @@ from trl_storages.next.parameters import Checked, unit_interval
 from trl_storages.next.priorities import Priorities
 from trl_storages.samplers.hindsight import check_strategy
 from trl_storages.samplers.prioritized import REDUCTIONS
+from trl_storages.samplers.return_improvement import (
+    ReturnImprovementEta as _ReturnImprovementEta,
+)
 from trl_storages.streams.packed import PackedStorage
 
-__all__ = ["ERESampler", "HERSampler", "PERSampler", "UniformSampler"]
+__all__ = [
+    "ERESampler",
+    "HERSampler",
+    "OwnSampler",
+    "PERSampler",
+    "ReturnImprovementEta",
+    "UniformSampler",
+    "checked_priorities",
+    "layers_of",
+]
 
 _SHORTEST_PHASE = 1000
+# Draws after which priorities that were never reported are missed.
+_FORGOTTEN = 1000
 _DISCOUNT = 0.99
 
 Drawn = tuple[torch.Tensor, dict[Any, torch.Tensor]]
 
 
-class _Sampler(Sampler):  # type: ignore[misc]
+class OwnSampler(Sampler):  # type: ignore[misc]
     """What all samplers here have in common: they draw from the newest `window` steps of each lane."""
 
     @property
-    def layers(self) -> list[_Sampler]:
+    def layers(self) -> list[OwnSampler]:
         """The samplers that this one is made of, itself first."""
         return [self]
 
@@ -49,6 +65,15 @@ class _Sampler(Sampler):  # type: ignore[misc]
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws from the newest `window` steps of each lane; None is all."""
         raise NotImplementedError
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw ended an epoch."""
+        return False
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        pass
 
     def noise(self, size: int) -> torch.Tensor:
         """Returns `[size]` random numbers of 63 bits."""
@@ -71,15 +96,95 @@ class _Sampler(Sampler):  # type: ignore[misc]
         """Does nothing."""
 
 
-class UniformSampler(_Sampler):
-    """Draws uniformly over the live rows, whatever the fill of each lane."""
+def layers_of(sampler: Sampler) -> list[Sampler]:
+    """Returns the samplers that a sampler is made of, itself first."""
+    return sampler.layers if isinstance(sampler, OwnSampler) else [sampler]
+
+
+class UniformSampler(OwnSampler):
+    """Draws uniformly over the live rows, whatever the fill of each lane.
+
+    Args:
+        without_replacement: whether to go through the rows in epochs, in random order: each row that is
+            live when an epoch begins is drawn once, unless it is evicted before. The last batch of an
+            epoch is completed by rows of the next.
+    """
+
+    def __init__(self, without_replacement: bool = False) -> None:
+        super().__init__()
+        self._is_by_epoch = arguments.flag("without_replacement", without_replacement)
+        self._left = _Epoch.of(None, None)
+        self._has_run_out = False
+
+    @property
+    def without_replacement(self) -> bool:
+        """Whether rows are drawn in epochs."""
+        return self._is_by_epoch
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw ended an epoch."""
+        return self._has_run_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._has_run_out = value
 
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws `[B]` slots."""
-        return storage.episodes.draw(self.noise(batch_size), window), {}
+        if not self._is_by_epoch:
+            return storage.episodes.draw(self.noise(batch_size), window), {}
+        if window is not None:
+            raise ValueError("UniformSampler(without_replacement=True) draws from all rows only.")
+        return self._go_on(storage.episodes, batch_size), {}
+
+    def _go_on(self, index: EpisodeIndex, batch_size: int) -> torch.Tensor:
+        """Draws the next rows of the epoch, and of another one where they are not enough."""
+        left, found, has_run_out = self._left.alive(index), [], False
+        while batch_size:
+            if not len(left.slots):
+                has_run_out = len(found) > 0
+                left = _Epoch.of(index, self.noise(len(index)))
+            found.append(left.slots[:batch_size])
+            batch_size -= len(found[-1])
+            left = left.without(len(found[-1]))
+        self._left, self._has_run_out = left, has_run_out or not len(left.slots)
+        return torch.cat(found)
+
+    def _empty(self) -> None:
+        self._left, self._has_run_out = _Epoch.of(None, None), False
 
 
-class PERSampler(_Sampler):
+class _Epoch(NamedTuple):
+    """Rows that are left of an epoch, in random order: slots, and the steps of their lanes."""
+
+    slots: torch.Tensor
+    steps: torch.Tensor
+    epoch: int
+    """Of the index."""
+
+    @classmethod
+    def of(cls, index: EpisodeIndex | None, noise: torch.Tensor | None) -> _Epoch:
+        """Returns all live rows, in the order of some noise; none without an index."""
+        if index is None or noise is None:
+            none = torch.zeros(0, dtype=torch.int64)
+            return cls(none, none, -1)
+        slots = index.live_slots()[noise.argsort(stable=True)]
+        return cls(slots, index.steps_of(slots), index.since(None)[1].epoch)
+
+    def alive(self, index: EpisodeIndex) -> _Epoch:
+        """Returns those that were not evicted since."""
+        if not len(self.slots) or index.since(None)[1].epoch != self.epoch:
+            return self.of(None, None)
+        stays = self.steps >= torch.from_numpy(index.tails)[index.lanes_of(self.slots)]
+        return _Epoch(self.slots[stays], self.steps[stays], self.epoch)
+
+    def without(self, count: int) -> _Epoch:
+        """Returns all but the first ones."""
+        return _Epoch(self.slots[count:], self.steps[count:], self.epoch)
+
+
+class PERSampler(OwnSampler):
     """Draws rows in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / Σ_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -107,6 +212,8 @@ class PERSampler(_Sampler):
         self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
         self.alpha, self.beta, self.eps, self.normalize = alpha, beta, eps, normalize
         self._priorities: Priorities | None = None
+        # Draws so far; -inf once priorities have been reported.
+        self._unanswered = 0.0
 
     def _of(self, storage: PackedStorage) -> Priorities:
         """Returns the priorities of a storage's rows, which know all of them."""
@@ -126,6 +233,13 @@ class PERSampler(_Sampler):
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws `[B]` slots and their `priority_weight`."""
         priorities = self._of(storage)
+        self._unanswered += 1
+        if self._unanswered == _FORGOTTEN:
+            warn_caller(
+                f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
+                "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
+                "which needs its td_error; or draw uniformly, with alpha=0."
+            )
         ranges = priorities.ranges(window)
         drawn, weights, total = priorities.draw(self.noise(batch_size).numpy(), ranges)
         slots, weight = torch.from_numpy(drawn), torch.from_numpy(weights)
@@ -173,7 +287,7 @@ class PERSampler(_Sampler):
         if not there.all():
             slots, values = slots[there], values[there]
             steps = None if steps is None else steps.reshape(-1).cpu()[there]
-        known = self._of(storage)
+        known, self._unanswered = self._of(storage), -math.inf
         steps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
         known.update(slots.numpy(), steps.numpy(), values.numpy())
 
@@ -196,16 +310,16 @@ def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
     return values.expand(num_rows)
 
 
-class _Wrapper(_Sampler):
+class _Wrapper(OwnSampler):
     """A sampler that changes what its `base` draws."""
 
-    def __init__(self, base: _Sampler | None) -> None:
+    def __init__(self, base: OwnSampler | None) -> None:
         self.base = UniformSampler() if base is None else base
-        arguments.instance("base", self.base, _Sampler, what="a sampler of this library")
+        arguments.instance("base", self.base, OwnSampler, what="a sampler of this library")
         super().__init__()
 
     @property
-    def layers(self) -> list[_Sampler]:
+    def layers(self) -> list[OwnSampler]:
         """The samplers that this one is made of, itself first."""
         return [self, *self.base.layers]
 
@@ -235,7 +349,7 @@ class ERESampler(_Wrapper):
         c_min: int = 5000,
         *,
         updates_per_phase: int | None = None,
-        base: _Sampler | None = None,
+        base: OwnSampler | None = None,
         reference: str = "stored",
     ) -> None:
         super().__init__(base)
@@ -308,7 +422,7 @@ class HERSampler(_Wrapper):
         *,
         discount: float = _DISCOUNT,
         goal_key: NestedKey = keys.DESIRED_GOAL,
-        base: _Sampler | None = None,
+        base: OwnSampler | None = None,
     ) -> None:
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
@@ -351,3 +465,14 @@ class HERSampler(_Wrapper):
         info[index_key] = storage.episodes.goals(slots, noise, kinds, steps)
         info[mask_key] = mask
         return slots, info
+
+
+class ReturnImprovementEta(_ReturnImprovementEta):
+    """Sets `eta` of an `ERESampler` by how much returns improve, also below other samplers."""
+
+    def __init__(self, obj: Any, **options: Any) -> None:
+        sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
+        if isinstance(sampler, OwnSampler):
+            with_eta = [layer for layer in sampler.layers if isinstance(layer, ERESampler)]
+            sampler = with_eta[0] if with_eta else sampler
+        super().__init__(sampler, **options)

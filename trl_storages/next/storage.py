@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,14 @@ from trl_storages import arguments, keys
 from trl_storages.next import history
 from trl_storages.next.parameters import Forwarded
 from trl_storages.next.recorder import Recorder
-from trl_storages.next.samplers import HERSampler, PERSampler, UniformSampler, checked_priorities
+from trl_storages.next.samplers import (
+    HERSampler,
+    OwnSampler,
+    PERSampler,
+    UniformSampler,
+    checked_priorities,
+    layers_of,
+)
 from trl_storages.next.transforms import ReplayTransform
 from trl_storages.next.writing import EpisodeWriter
 from trl_storages.replay.batch_priorities import drawn_priorities
@@ -77,6 +85,9 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
         )
         self._unit = sample_unit
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
+        if self._prefetch:
+            # In one thread: more would reorder the draws.
+            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
         self._warned_batch_size_conflict = True
         if (prioritized := self._prioritized) is not None:
             prioritized._of(storage)
@@ -100,11 +111,11 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
 
     def parts(self) -> list[Any]:
         """Returns the samplers and the transforms."""
-        return [*self._sampler.layers, *parts_of(self._transform)]
+        return [*layers_of(self._sampler), *parts_of(self._transform)]
 
     @property
     def _prioritized(self) -> PERSampler | None:
-        layer = self._sampler.layers[-1]
+        layer = layers_of(self._sampler)[-1]
         return layer if isinstance(layer, PERSampler) else None
 
     def __len__(self) -> int:
@@ -339,6 +350,8 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
         storage, parts = self._storage, parts_of(self._transform)
         self._check_goals(parts)
         slots, info = self._sampler.sample(storage, batch_size)
+        if not isinstance(self._sampler, OwnSampler):
+            storage.episodes.check_live(slots)
         if self._unit is not None:
             slots, info = self._unit.expand(slots, info, storage)
         info[keys.INDEX] = slots
@@ -354,7 +367,7 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
         return rows.tensordict(), info
 
     def _check_goals(self, parts: list[Transform]) -> None:
-        for layer in self._sampler.layers:
+        for layer in layers_of(self._sampler):
             if isinstance(layer, HERSampler) and not any(
                 getattr(part, "uses_goals", False) for part in parts
             ):

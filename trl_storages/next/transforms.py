@@ -151,7 +151,7 @@ class GoalRelabel(ReplayTransform):
         index_key, mask_key = keys.goal_entries(self.goal_key)
         mask, achieved_key = rows[mask_key], keys.next_key(keys.ACHIEVED_GOAL)
         targets = self.goal_key, keys.next_key(self.goal_key)
-        if all(target in rows for target in targets):
+        if all(rows.is_alike(target, achieved_key) for target in targets):
             rows.paste(targets, achieved_key, rows[index_key], mask)
         else:
             self._write_apart(rows, rows[index_key], mask)
@@ -176,6 +176,15 @@ class GoalRelabel(ReplayTransform):
         stored = self.goal_key if self.goal_key in rows else keys.DESIRED_GOAL
         goals = rows.at(index)[keys.next_key(keys.ACHIEVED_GOAL)]
         before = rows[stored]
+        if goals.is_floating_point() and not before.is_floating_point():
+            raise TypeError(
+                f"{stored!r} must be floating as achieved goals are, got {before.dtype}."
+            )
+        if goals.shape != before.shape:
+            raise ValueError(
+                f"achieved goals must have the shape of {stored!r}, {list(before.shape[1:])}, got "
+                f"{list(goals.shape[1:])}."
+            )
         mask = mask.to(rows.device).view(-1, *(1,) * (before.ndim - 1))
         goals = torch.where(mask, goals.to(before.dtype), before)
         rows[self.goal_key] = rows[keys.next_key(self.goal_key)] = goals
@@ -186,9 +195,10 @@ class GoalRelabel(ReplayTransform):
         goals = goals.expand(*batch, *goals.shape[1:]).reshape(-1, *goals.shape[1:])
         last = len(batch) - 1
         infos = {key: steps[key].flatten(0, last) for key in self.info_keys}
-        result = torch.as_tensor(
-            function(achieved.flatten(0, last), goals, infos), device=goals.device
-        )
+        result = function(achieved.flatten(0, last), goals, infos)
+        if result is None or isinstance(result, str):
+            raise TypeError(f"a goal function must return numbers, got {result!r}.")
+        result = torch.as_tensor(result, device=goals.device)
         if result.shape not in ((batch.numel(),), (batch.numel(), 1)):
             raise ValueError(
                 f"a goal function must return one value a row, [{batch.numel()}] or "

@@ -254,9 +254,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if gaps and not self._warned_of_gaps:
             self._warned_of_gaps = True
             warn_caller(
-                f"{gaps} rows do not continue the rows before them, though no episode ended: episodes "
-                "are cut there. Call end_episodes() where environments are reset early, or pass "
-                'on_gap="ignore" if observations are changed between steps.'
+                "a row does not begin with the observation that the row before it in its lane led to: "
+                "its episode is cut there. Call end_episodes() where environments are reset early, or "
+                'pass on_gap="ignore" if observations are changed between steps.'
             )
         return slots
 

@@ -88,6 +88,14 @@ class RowView:
         """Whether the sampler or a transform has set an entry."""
         return unravel_key(key) in self._set
 
+    def is_alike(self, key: NestedKey, other: NestedKey) -> bool:
+        """Whether both are fields, of one dtype and shape."""
+        layout = self._storage.layout
+        if key not in layout or other not in layout:
+            return False
+        one, two = layout.field(key), layout.field(other)
+        return one.dtype is two.dtype and one.shape == two.shape
+
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
         key = unravel_key(key)
         if self._batch is not None:
