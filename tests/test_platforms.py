@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import numpy as np
-import pytest
 import torch
 from gymnasium import spaces
 
@@ -129,16 +128,3 @@ def test_macos_has_directories_too(tmp_path):
     assert made == "done"
     assert "fcntl" not in other_size
     assert opened == ["done"] * 2
-
-
-@pytest.mark.requirement("persistence")
-def test_directories_need_stores_in_order(tmp_path, monkeypatch):
-    trl_storages.PackedStorage(4, scratch_dir=tmp_path, fields={"x": (torch.float32, (1,))})
-    monkeypatch.setenv("TRL_STORAGES_BACKEND", "torch")
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    for make in (
-        lambda: trl_storages.PackedStorage(4, scratch_dir=tmp_path / "new"),
-        lambda: trl_storages.PackedStorage(4, scratch_dir=tmp_path),
-    ):
-        with pytest.raises(RuntimeError, match=r"takes numba on arm64.*keep the rows in memory"):
-            make()

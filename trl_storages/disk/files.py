@@ -6,7 +6,6 @@ import errno
 import gc
 import mmap
 import os
-import platform
 import sys
 import weakref
 from collections.abc import Callable
@@ -49,11 +48,9 @@ def check_platform(directory: Path) -> None:
             f"{directory}: keep the rows in memory (leave path or scratch_dir out), and save them with "
             "dumps()."
         )
-    if not backend("cpu").orders_stores():
+    if not hasattr(backend("cpu"), "MarkedRows"):
         raise RuntimeError(
-            "rows in a directory need stores that other processes see in order, which takes numba on "
-            f"{platform.machine()}, got {directory} without it: pip install numba, and leave "
-            "TRL_STORAGES_BACKEND=torch out, or keep the rows in memory (leave path or scratch_dir out)."
+            f"rows in a directory need compiled loops, got {directory}: leave TRL_STORAGES_BACKEND out."
         )
 
 

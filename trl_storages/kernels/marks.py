@@ -15,7 +15,6 @@ Without f, changes of the uppermost bits of two words, such as the signs of two 
 
 from __future__ import annotations
 
-import platform
 from functools import cache
 
 import numpy as np
@@ -37,9 +36,7 @@ __all__ = [
     "START",
     "STEP_BIT",
     "factors",
-    "hardware_orders_stores",
     "is_of",
-    "pack_marks",
 ]
 
 PRESENT, BEGINS, ENDS = 1, 2, 4
@@ -66,16 +63,6 @@ def factors(num_words: int) -> np.ndarray:
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor % 2**64)
     found: np.ndarray = (mixed | np.uint64(1)).view(np.int64)
     return found
-
-
-def hardware_orders_stores() -> bool:
-    """Returns whether this processor's stores become visible to others in order, without a fence."""
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
-def pack_marks(steps: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Returns the marks of rows, int64, of the broadcast shape of the arguments."""
-    return (steps << STEP_BIT) + PRESENT + BEGINS * begins.long() + ENDS * ends.long()
 
 
 def is_of(marks: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ from trl_storages.saved.files import copy_in_pieces
 from trl_storages.saved.parts import SavedPart
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device import Commits, NewRows, RowTable
+    from trl_storages.kernels.device import NewRows, RowTable
+    from trl_storages.kernels.host import Commits
 
 __all__ = ["PackedStorage", "Taken", "check_writable"]
 

@@ -23,7 +23,8 @@ from trl_storages.rows.staging import stage
 from trl_storages.saved.parts import SavedState
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device import Commits, RowTable
+    from trl_storages.kernels.device import RowTable
+    from trl_storages.kernels.host import Commits
 
 __all__ = ["Moved", "SavedRows", "named_entries", "table_of", "written_once"]
 
@@ -220,4 +221,6 @@ def table_of(
     if layout.sharing is None:
         return kernels.RowTable(rows)
     ring = episodes.ring  # type: ignore[union-attr]
-    return kernels.SharedTable(rows, layout.sharing, side, ring, commits)  # type: ignore[arg-type]
+    if commits is None:
+        return kernels.SharedTable(rows, layout.sharing, side, ring)  # type: ignore[arg-type]
+    return kernels.SharedTable(rows, layout.sharing, side, ring, commits)  # type: ignore

@@ -1,12 +1,5 @@
-"""The operations of `kernels.host` in tensor operations; those of tables also run on other devices."""
+"""The operations of `kernels.host` in tensor operations, for any device, but those of directories."""
 
-from trl_storages.kernels.device.disk import (
-    Commits,
-    MarkedRows,
-    PriorityWords,
-    checksums,
-    orders_stores,
-)
 from trl_storages.kernels.device.frames import FrameTable
 from trl_storages.kernels.device.raw_priorities import RawPriorities
 from trl_storages.kernels.device.ring import Ring
@@ -16,17 +9,12 @@ from trl_storages.kernels.device.tree import SumTree
 from trl_storages.kernels.device.writing import NewRows
 
 __all__ = [
-    "Commits",
     "FrameTable",
-    "MarkedRows",
     "NewRows",
-    "PriorityWords",
     "RawPriorities",
     "Ring",
     "RowTable",
     "SharedTable",
     "SumTree",
-    "checksums",
     "fold",
-    "orders_stores",
 ]

@@ -31,7 +31,6 @@ from trl_storages.kernels.sharing import (
 from trl_storages.kernels.tables import RingTables
 
 if TYPE_CHECKING:
-    from trl_storages.kernels.device.disk import Commits
     from trl_storages.kernels.device.ring import Ring
 
 __all__ = ["SharedTable"]
@@ -49,7 +48,6 @@ class SharedTable(RowTable):
         sharing: which part of a row is not stored in it.
         side: holds next values that are in no other row.
         ring: determines which rows follow one another.
-        commits: holds the valid cursors while another process writes; None takes those of the ring.
     """
 
     def __init__(
@@ -58,10 +56,8 @@ class SharedTable(RowTable):
         sharing: Sharing,
         side: SideTable,
         ring: RingTables,
-        commits: Commits | None = None,
     ) -> None:
         super().__init__(rows)
-        self._commits = commits
         self.side, self._sharing, self._ring = side, sharing, ring
         self._headers = sharing.headers(rows)
         # Offset in bytes of the stored fields in a row as read.
@@ -108,23 +104,16 @@ class SharedTable(RowTable):
         """
         slots = self._counted(slots)
         after, lane = self._wrapped(slots + self._num_lanes), slots % self._num_lanes
-        # By committed cursors: after the newest row comes an old row, or one that is not committed yet.
-        cursors = on_device(self._cursors, lane.device)
         named = self._header_of(after)
-        heads = self._ring.slots_at(cursors, 0)
+        # After the newest row comes an old one.
+        heads = self._ring.slots_at(on_device(self._ring.cursors, lane.device), 0)
         is_newest = after == (heads.index_select(0, lane) + lane)
         entries = torch.where(is_newest, self._tips(headers, lane), named >> ENTRY_BIT)
         # The header of a row that is being overwritten can't be trusted.
         entries = torch.where(entries < len(side), entries, 0)
         found = rows[:, start : start + side.shape[1]].index_select(0, after)
         continues = (named & CONTINUES == 1) & ~is_newest
-        picked = torch.where(continues.unsqueeze(1), found, side.index_select(0, entries))
-        if self._commits is not None:
-            # Once the next row is committed the tip may be reused: read those next values again.
-            again = is_newest & (self._cursors != cursors).index_select(0, lane)
-            if again.any():
-                picked[again] = self._next(slots[again], headers[again], rows, side, start)
-        return picked
+        return torch.where(continues.unsqueeze(1), found, side.index_select(0, entries))
 
     def _header_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the headers of rows `[B]`, int64."""
@@ -143,13 +132,6 @@ class SharedTable(RowTable):
     @property
     def _num_lanes(self) -> int:
         return self._ring.num_envs
-
-    @property
-    def _cursors(self) -> torch.Tensor:
-        """`[E]` int64, how many steps of each lane are valid."""
-        if self._commits is None:
-            return self._ring.cursors
-        return torch.from_numpy(self._commits.cursors(self._num_lanes).copy())
 
     def _tips(self, headers: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
         """Returns the entries of the tips of rows of lanes; 0 where there is none."""
@@ -173,8 +155,6 @@ class SharedTable(RowTable):
         slots = self._slots_of(step, lanes)
         after, now = words[..., :shared], words[..., shared : 2 * shared]
         values, held = self.side.values[:, :shared], self.side.lanes[lanes]
-        # A row that is committed already is not changed.
-        is_new = (self._cursors <= ring.cursors)[lanes].unsqueeze(1)
         newest, tips = ring.newest_slots(lanes), self._free_tips(ring, held, lanes)
         led_to = values.index_select(0, tip := self._tips(self._header_of(newest), lanes))
         follows = self._are_same(led_to, now[:, 0])
@@ -183,21 +163,19 @@ class SharedTable(RowTable):
         is_after = (tip > 0) & (steps.shape[1] < ring.ring_steps)
         follows &= is_after
         continues = torch.cat([follows.unsqueeze(1), goes_on], 1)
-        is_wanted = torch.cat([(~follows & is_after).unsqueeze(1), ~goes_on], 1) & is_new
+        is_wanted = torch.cat([(~follows & is_after).unsqueeze(1), ~goes_on], 1)
 
         bounds, newest_step = held.unsqueeze(1).unbind(-1), ring.cursors[lanes].unsqueeze(1) - 1
         lay = newest_step - (newest_step - step) % ring.ring_steps
         is_owned = (lay >= bounds[OWNED]) | (step < bounds[LINKED])
         old = self._header_of(slots.reshape(-1)).view(slots.shape)
-        num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), (is_owned & is_new).reshape(-1))
+        num_free = self._put_back((old >> ENTRY_BIT).reshape(-1), is_owned.reshape(-1))
         entries, counts = self._taken(is_wanted.reshape(-1), num_free)
         entries = entries.view(is_wanted.shape)
         values[entries] = torch.cat([led_to.unsqueeze(1), after[:, :-1]], 1)
-        values[torch.where(is_new[:, 0], 1 + (tips - 1) * self._num_lanes + lanes, 0)] = after[
-            :, -1
-        ]
+        values[1 + (tips - 1) * self._num_lanes + lanes] = after[:, -1]
         headers = (entries << ENTRY_BIT) + (tips << TIP_BIT).unsqueeze(1) + continues
-        stored = self._stored(words, torch.where(is_new, headers, old))
+        stored = self._stored(words, headers)
         linked = torch.maximum(held[:, LINKED], steps[:, -1] + 1)
         self.rows[slots] = stored
         self.side.counts[:] = counts
@@ -209,7 +187,7 @@ class SharedTable(RowTable):
 
     def _free_tips(self, ring: Ring, held: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
         """Returns the number of a tip of each lane that is no longer needed."""
-        newest = ring.slots_at(self._cursors[lanes] - 1, lanes)
+        newest = ring.slots_at(self._ring.cursors[lanes] - 1, lanes)
         used = self._header_of(newest) >> TIP_BIT & NUM_TIPS
         tip = torch.ones_like(used)
         for _ in range(NUM_TIPS - 1):

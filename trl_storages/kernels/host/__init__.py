@@ -5,7 +5,6 @@ from trl_storages.kernels.host.disk import (
     MarkedRows,
     PriorityWords,
     checksums,
-    orders_stores,
 )
 from trl_storages.kernels.host.frames import FrameTable
 from trl_storages.kernels.host.raw_priorities import RawPriorities
@@ -28,5 +27,4 @@ __all__ = [
     "SumTree",
     "checksums",
     "fold",
-    "orders_stores",
 ]

@@ -43,7 +43,6 @@ __all__ = [
     "MarkedRows",
     "PriorityWords",
     "checksums",
-    "orders_stores",
 ]
 
 (_SHIFT_1, _LEFT_1, _FACTOR_1), (_SHIFT_2, _LEFT_2, _FACTOR_2), (_SHIFT_3, _LEFT_3, _) = FINISH
@@ -307,12 +306,6 @@ class PriorityWords:
         )
         found = torch.from_numpy(bits.view(np.float32))
         return torch.from_numpy(slots), torch.from_numpy(words), found
-
-
-@compiled
-def orders_stores() -> bool:
-    """Returns whether fences order what other processes see on this machine."""
-    return fenced()
 
 
 @inlined
