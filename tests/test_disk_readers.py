@@ -117,19 +117,6 @@ def test_a_million_rows(tmp_path, stored, events):
 
 
 class TestFollowing:
-    @pytest.mark.parametrize(
-        ("stored", "num_lanes"),
-        [("plain", 1), ("shared", 4), ("frames", 2)],
-        indirect=["stored"],
-    )
-    def test_every_write(self, tmp_path, stored, num_lanes):
-        storage, history = filled(tmp_path, num_lanes, num_steps=1)
-        reader = reader_of(tmp_path)
-        for size in (2, 9, 4, 1, 30):
-            write(storage, history, size)
-            assert not is_torn(reader.sample()).any()
-            assert found(reader) == history.live
-
     def test_counts_of_a_reader_that_has_not_drawn(self, tmp_path):
         storage, history = filled(tmp_path, num_steps=1)
         reader = reader_of(tmp_path)
@@ -396,18 +383,6 @@ class TestFollowing:
         assert not is_torn(batch).any()
         assert len(calls) <= 2
 
-    def test_an_empty_storage_that_is_filled_again(self, tmp_path):
-        storage, history = filled(tmp_path)
-        reader = reader_of(tmp_path)
-        reader.sample()
-        storage.empty()
-        history.keep(0)
-        with pytest.raises(RuntimeError, match="empty"):
-            reader.sample()
-        write(storage, history, 3)
-        assert (reader.sample()["observation"][:, 0] >= 24).all()
-        assert found(reader) == history.live
-
     def test_a_load(self, tmp_path):
         storage, _ = filled(tmp_path / "rows")
         source, history = filled(None, num_steps=7)
@@ -429,20 +404,6 @@ class TestFollowing:
             storage.load_state_dict(state)
             storage.load_state_dict(state)
             assert found_after_a_draw(reader) == history.live
-
-    def test_priorities(self, tmp_path):
-        storage, history = filled(tmp_path)
-        reader = reader_of(tmp_path, sampler=PERSampler(24))
-        batch = storage.sample()
-        batch["td_error"] = batch["serial"].float()
-        storage.update_tensordict_priority(batch)
-        reader.sample()
-        assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
-        with pytest.raises(RuntimeError, match="read"):
-            reader.update_tensordict_priority(batch)
-        write(storage, history, 3)
-        reader.sample()
-        assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
 
     def test_a_writer_that_was_killed_and_replaced(self, tmp_path):
         storage, history = filled(tmp_path)
@@ -564,29 +525,6 @@ class TestFollowing:
         with pytest.raises(RuntimeError, match="lost rows with the power: open it again"):
             reader.sample()
         assert found(reader_of(tmp_path)) == found(storage)
-
-    def test_changes_nothing(self, tmp_path):
-        storage, history = filled(tmp_path, num_steps=30)
-        state = storage.state_dict()
-        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        reader = reader_of(tmp_path)
-        rows = reader[:]
-        for change in (
-            lambda: write(reader, History(1, 24), 1),
-            reader.empty,
-            lambda: reader.empty(keep_steps=3),
-            reader.end_episodes,
-            lambda: reader.load_state_dict(state),
-            lambda: reader.close(keep=False),
-        ):
-            with pytest.raises(RuntimeError, match="read"):
-                change()
-        reader.storage.rows.zero_()  # in its own memory
-        reader.flush()
-        reader.close()
-        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        assert len(rows) == 24
-        assert found(storage) == history.live
 
 
 def test_an_error_that_comes_of_rows_that_are_gone(tmp_path):

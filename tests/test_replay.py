@@ -3,7 +3,6 @@
 import copy
 import gc
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from oracles import RingOracle
 from torchrl.data import (
     traj,
 )
-from torchrl.envs.transforms import Compose, DoubleToFloat, Transform
+from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.gym import GymRecorder
 from trl_storages.replay import ReplayStorage
@@ -86,14 +85,6 @@ def test_rows_are_never_changed_in_place(change):
     with pytest.raises(RuntimeError, match="never changed in place: write others by extend"):
         change(storage, before + 1)
     assert_same(storage[:], before)
-
-
-def test_validate_finds_rows_that_contradict_their_episodes():
-    storage, oracle = make_hindsight(10, 2), RingOracle(10, 2)
-    write(storage, oracle, [episode_flags([3, 2], 2), episode_flags([4], 3)])
-    storage.storage._storage["next", "done"][6] ^= True
-    with pytest.raises(RuntimeError, match=r"\[6\].*done"):
-        storage.validate()
 
 
 # Episodes
@@ -238,40 +229,6 @@ class TestPrefetch:
         storage.shutdown()
 
 
-def pickled(storage):
-    return pickle.loads(pickle.dumps(storage))
-
-
-class TestCopies:
-    @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-    @pytest.mark.parametrize("prefetch", [None, 2])
-    def test_go_on_alike_and_apart(self, copied, prefetch):
-        storage = make_hindsight(20, 2, prefetch=prefetch, batch_size=8)
-        oracle = RingOracle(20, 2)
-        write(storage, oracle, [episode_flags([3, 5], 4)] * 2)
-        next(iter(storage))
-        storage.next()
-        other = copied(storage)
-        model = copy.deepcopy(oracle)
-        for _ in range(3):
-            for _ in range(4):
-                assert_same(other.sample(), storage.sample())
-            if prefetch:
-                break  # whether a batch is drawn before or after a write is then left open
-            write(storage, oracle, [episode_flags([2], 1)] * 2)
-            write(other, model, [episode_flags([2], 1)] * 2)
-        write(storage, oracle, [[True]] * 2)
-        other.validate()
-        storage.validate()
-        assert len(other[:]) == 20
-        assert not torch.equal(other["action"], storage["action"])
-
-    def test_an_empty_one(self):
-        storage = pickled(make_hindsight(20))
-        write(storage, RingOracle(20), [[False]])
-        assert storage.sample(3)["index"].tolist() == [0] * 3
-
-
 def test_a_sampler_set_later_follows_the_generator_too():
     batches = []
     for _ in range(2):
@@ -283,34 +240,6 @@ def test_a_sampler_set_later_follows_the_generator_too():
         batches.append(storage.sample(50))
     assert torch.equal(batches[0]["index"], batches[1]["index"])
     assert torch.equal(batches[0]["goal_index"], batches[1]["goal_index"])
-
-
-@pytest.mark.parametrize("lanes", [[1], torch.tensor([1]), torch.tensor([False, True])])
-def test_ending_the_episodes_of_some_lanes(lanes):
-    storage, oracle = make_uniform(8, 2), RingOracle(8, 2)
-    write(storage, oracle, [[False], [False]])
-    storage.end_episodes(lanes)
-    write(storage, oracle, [[False], [False]])
-    assert storage.episodes.behind(torch.tensor([2, 3])).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("update_priority", [None, False])
-def test_lanes_are_written_one_at_a_time_with_priorities_of_their_own(update_priority):
-    per = PERSampler(8)
-    storage = make_uniform(8, 2, sampler=per, transform=Compose(DoubleToFloat()))
-    for lane, priority in enumerate((2.0, 5.0)):
-        step = torch.arange(3)
-        data = goal_transitions(torch.full((3,), lane), step, torch.zeros(3, dtype=torch.bool))
-        data["td_error"] = torch.full((3,), priority, dtype=torch.float64)
-        index = storage.extend(data, lanes=[lane], update_priority=update_priority)
-        assert index.tolist() == [lane, lane + 2, lane + 4]
-
-    assert storage.episodes.episodes()["length"].tolist() == [3, 3]
-    expected = [1.0] * 6 if update_priority is False else [2.0, 5.0] * 3
-    assert per.priorities[:6].tolist() == pytest.approx(expected)
-    with pytest.raises(ValueError, match="lanes"):
-        storage.extend(data, lanes=[2])
-    assert len(storage) == 6
 
 
 @pytest.mark.parametrize(

@@ -5,45 +5,13 @@ import shutil
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
 
 from trl_storages import (
-    HERReplayStorage,
-    PackedStorage,
     ReplayStorage,
     UniformReplayStorage,
-    gym_reward,
 )
-
-BITS = 4
-ENV = gymnasium.make("BitFlipping-v0", n_bits=BITS)
-
-
-def storage_for(num_envs: int = 1, **options) -> HERReplayStorage:
-    if num_envs > 1:
-        options.setdefault("autoreset_mode", "Disabled")
-    return HERReplayStorage(
-        ENV.observation_space,
-        ENV.action_space,
-        reward_fn=gym_reward(ENV),
-        storage_size=120,
-        num_envs=num_envs,
-        batch_size=16,
-        **options,
-    )
-
-
-def vector(mode: AutoresetMode, num_envs: int = 2):
-    return gymnasium.make_vec(
-        "BitFlipping-v0",
-        num_envs=num_envs,
-        vectorization_mode="sync",
-        vector_kwargs={"autoreset_mode": mode},
-        n_bits=BITS,
-    )
 
 
 def loop(storage, env, num_steps: int = 12) -> None:
@@ -54,26 +22,6 @@ def loop(storage, env, num_steps: int = 12) -> None:
         after, rewards, terminateds, truncateds, infos = env.step(actions)
         storage.record(observations, actions, rewards, terminateds, truncateds, infos, after)
         observations = after
-
-
-def transition(num_envs: int = 0) -> dict:
-    """The arguments of one `record`, of a single environment or of a vector."""
-
-    def many(value):
-        return np.stack([np.asarray(value)] * num_envs) if num_envs else value
-
-    env = gymnasium.make("BitFlipping-v0", n_bits=BITS)
-    before, _ = env.reset(seed=0)
-    after, reward, terminated, truncated, info = env.step(1)
-    return {
-        "observations": {key: many(value) for key, value in before.items()},
-        "actions": many(1),
-        "rewards": many(reward),
-        "terminateds": many(terminated),
-        "truncateds": many(truncated),
-        "infos": {key: many(value) for key, value in info.items()},
-        "next_observations": {key: many(value) for key, value in after.items()},
-    }
 
 
 CART = Box(-9, 9, (4,), np.float32), Discrete(2)
@@ -107,12 +55,6 @@ class TestOtherFields:
     def test_loaded(self):
         with pytest.raises(ValueError, match=r"'observation' is float32 \[3\], got float32 \[5\];"):
             self.made(5).load_state_dict(self.made().state_dict())
-
-    def test_missing_and_further_ones(self):
-        named = {"a": (torch.float32, ()), "b": (torch.int64, (2,))}
-        layout = PackedStorage(5, fields=named).layout
-        text = layout.unlike({"a": None, "c": (torch.bool, ())})
-        assert text == "'b' is int64 [2], got none; 'c' is missing, got bool []"
 
 
 class TestRemovedDirectories:
@@ -219,16 +161,3 @@ def test_a_directory_of_stacks_is_reopened_with_frame_stack(tmp_path):
     ):
         UniformReplayStorage(*spaces, **options, path=tmp_path)
     assert len(UniformReplayStorage(*spaces, **options, frame_stack=4, path=tmp_path)) == 1
-
-
-def test_a_refused_empty_keeps_what_was_drawn_ahead(tmp_path):
-    options = {"storage_size": 8, "batch_size": 4, "path": tmp_path, "prefetch": 2}
-    storage = UniformReplayStorage(*CART, **options)
-    loop(storage, gymnasium.make("CartPole-v1"), 3)
-    reader = UniformReplayStorage(*CART, **options, mode="r")
-    reader.sample()
-    ahead = [*reader._prefetch_queue]
-    assert ahead
-    with refused(RuntimeError, "opened for reading"):
-        reader.empty()
-    assert [*reader._prefetch_queue] == ahead

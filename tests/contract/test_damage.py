@@ -80,7 +80,7 @@ def test_of_a_writer_that_was_killed_for_long(tmp_path, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_writer_that_closed_it(tmp_path, seed):
-    """Checksums are looked at where that is asked for; without it, nothing else than errors comes."""
+    """Checksums are looked at by `check=True` and `validate()`; before, only errors may come."""
     luck = random.Random(seed)
     storage, written = opened(tmp_path / "rows", STEPS), [[], []]
     write_on(storage, Script(seed), written, 12)
@@ -98,6 +98,8 @@ def test_of_a_writer_that_closed_it(tmp_path, seed):
         try:
             storage = opened(copied, STEPS)
             storage.sample()
+            storage.validate()
         except ERRORS:
             continue
+        assert found(storage) == [steps[-STEPS:] for steps in written]
         storage.close()

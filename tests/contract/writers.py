@@ -20,7 +20,7 @@ import torch
 from contract.make import make
 from contract.steps import Player, Transition, assert_same, rows, write
 
-__all__ = ["LANES", "Script", "Writer", "assert_kept", "found", "opened", "writing"]
+__all__ = ["LANES", "Script", "Writer", "assert_kept", "found", "opened", "write_on", "writing"]
 
 LANES = 2
 _PATIENCE = 60  # seconds
