@@ -6,6 +6,7 @@ Those that draw single rows differ only in their defaults: each takes every keyw
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -26,6 +27,7 @@ from trl_storages.next.samplers import ERESampler, HERSampler, PERSampler, Unifo
 from trl_storages.next.storage import ReplayStorage
 from trl_storages.next.transforms import GoalFunction, GoalRelabel, NStep
 from trl_storages.next.writing import EpisodeWriter
+from trl_storages.recipes import _without_synonyms
 from trl_storages.rows.frames import stacked_observations
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.packed import PackedStorage
@@ -44,6 +46,11 @@ __all__ = [
 
 _DEFAULT_SIZE = 1_000_000
 AnySpace = Space[Any] | TensorSpec
+
+
+def _given(scope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor, of its local names."""
+    return {name: value for name, value in scope.items() if name != "self"}
 
 
 class UniformReplayStorage(ReplayStorage):
@@ -92,6 +99,7 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
@@ -101,6 +109,8 @@ class UniformReplayStorage(ReplayStorage):
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
         alpha: float = 0.0,
@@ -117,8 +127,43 @@ class UniformReplayStorage(ReplayStorage):
         max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        **more: Any,
     ) -> None:
+        self._build(**_given(locals()))
+
+    def _build(
+        self,
+        observation_space: AnySpace,
+        action_space: AnySpace,
+        *,
+        storage_size: int,
+        num_envs: int,
+        batch_size: int,
+        device: torch.device | str,
+        path: str | Path | None,
+        mode: str,
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any],
+        autoreset_mode: AutoresetMode | str | None,
+        on_gap: str,
+        max_entries: int | None,
+        prefetch: int,
+        seed: int | None,
+        goals: tuple[HERSampler, GoalRelabel] | None = None,
+    ) -> None:
+        """Makes the parts of what the constructor of a recipe was given."""
+        if mode != "r+" and path is None:
+            raise ValueError(f"mode={mode!r} must be of a directory, got path=None.")
+        if path is not None:
+            raise NotImplementedError("rows are not kept in directories yet: leave path out.")
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         if (rest := size % num_envs) and size != _DEFAULT_SIZE:
@@ -133,10 +178,10 @@ class UniformReplayStorage(ReplayStorage):
         if eta != 1:
             sampler = ERESampler(eta, c_min, base=sampler)
         transforms = [NStep(n_step, discount)] if n_step != 1 else []
-        sampler, relabel = _hindsight(
-            sampler, discount, arguments.keys("info_keys", info_keys), **more
-        )
-        transforms = [*relabel, *transforms, *([] if transform is None else [transform])]
+        if goals is not None:
+            goals[0].base = sampler
+            sampler, transforms = goals[0], [goals[1], *transforms]
+        transforms += [] if transform is None else [transform]
         ReplayStorage.__init__(
             self,
             storage=PackedStorage(
@@ -231,25 +276,6 @@ def _stacks(
     return frame_stack
 
 
-def _hindsight(
-    sampler: Any,
-    discount: float,
-    infos: list[NestedKey],
-    *,
-    reward_fn: GoalFunction | None = None,
-    terminated_fn: GoalFunction | None = None,
-    strategy: Any = None,
-    num_goals: float = 4,
-) -> tuple[Any, list[Transform]]:
-    """Returns a sampler of goals over another one, and the transform that writes them."""
-    if strategy is None:
-        return sampler, []
-    found = HERSampler(strategy, num_goals, base=sampler)
-    found.discount = discount
-    relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
-    return found, [relabel]
-
-
 class NStepReplayStorage(UniformReplayStorage):
     """Draws n-step transitions, with n = 3 by default; keywords as in `UniformReplayStorage`.
 
@@ -259,15 +285,36 @@ class NStepReplayStorage(UniformReplayStorage):
     (5, 0.9)
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
         n_step: int = 3,
-        **options: Any,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(observation_space, action_space, n_step=n_step, **options)
+        self._build(**_given(locals()))
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
@@ -286,15 +333,36 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     >>> storage.update_tensordict_priority(batch)
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
         alpha: float = 0.6,
-        **options: Any,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(observation_space, action_space, alpha=alpha, **options)
+        self._build(**_given(locals()))
 
 
 class EREReplayStorage(UniformReplayStorage):
@@ -308,15 +376,36 @@ class EREReplayStorage(UniformReplayStorage):
     (0.99, 100)
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
         eta: float = 0.996,
-        **options: Any,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
     ) -> None:
-        super().__init__(observation_space, action_space, eta=eta, **options)
+        self._build(**_given(locals()))
 
 
 class HERReplayStorage(UniformReplayStorage):
@@ -339,6 +428,7 @@ class HERReplayStorage(UniformReplayStorage):
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
@@ -348,23 +438,46 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: GoalFunction | None = None,
         strategy: Any = "future",
         num_goals: float = 4,
-        **options: Any,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
     ) -> None:
+        given = _given(locals())
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
             raise KeyError(
                 f"observation_space must be a dict with {missing} for hindsight; it has {there}."
             )
-        super().__init__(
-            observation_space,
-            action_space,
-            reward_fn=reward_fn,
+        sampler = HERSampler(strategy, num_goals)
+        sampler.discount = discount
+        relabel = GoalRelabel(
+            reward_fn,
             terminated_fn=terminated_fn,
-            strategy=strategy,
-            num_goals=num_goals,
-            **options,
+            info_keys=arguments.keys("info_keys", info_keys),
         )
+        for name in ("reward_fn", "terminated_fn", "strategy", "num_goals"):
+            del given[name]
+        self._build(**given, goals=(sampler, relabel))
 
 
 class EpisodeReplayStorage(UniformReplayStorage):
@@ -380,20 +493,29 @@ class EpisodeReplayStorage(UniformReplayStorage):
     torch.Size([2, 3])
     """
 
+    @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
         batch_size: int = 16,
-        **options: Any,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
     ) -> None:
-        of_rows = ("n_step", "discount", "alpha", "beta", "eta", "c_min", "sample_unit")
-        if given := [name for name in of_rows if name in options]:
-            raise TypeError(
-                f"{given} are of single rows, and episodes are drawn whole: leave them out."
-            )
-        super().__init__(observation_space, action_space, batch_size=batch_size, **options)
+        self._build(**_given(locals()))
 
     def extend(self, tensordicts: TensorDictBase, **options: Any) -> torch.Tensor:
         """Writes steps, such as a whole episode.

@@ -15,6 +15,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
+from trl_storages.attributes import Strict
 from trl_storages.callers import warn_caller
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.functional.emphasis import window_size
@@ -48,7 +49,7 @@ _DISCOUNT = 0.99
 Drawn = tuple[torch.Tensor, dict[Any, torch.Tensor]]
 
 
-class OwnSampler(Sampler):  # type: ignore[misc]
+class OwnSampler(Strict, Sampler):  # type: ignore[misc]
     """What all samplers here have in common: they draw from the newest `window` steps of each lane."""
 
     @property
@@ -192,6 +193,7 @@ class PERSampler(OwnSampler):
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
     """
 
+    max_capacity, reduction = 0, "max"
     alpha = Checked(arguments.number, at_least=0, at_most=4)
     beta = Checked(unit_interval)
     eps = Checked(arguments.number, at_least=1e-12, at_most=1)
@@ -313,6 +315,8 @@ def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
 class _Wrapper(OwnSampler):
     """A sampler that changes what its `base` draws."""
 
+    base: Any = None
+
     def __init__(self, base: OwnSampler | None) -> None:
         self.base = UniformSampler() if base is None else base
         arguments.instance("base", self.base, OwnSampler, what="a sampler of this library")
@@ -340,6 +344,8 @@ class ERESampler(_Wrapper):
     Reference: Wang & Ross 2019, arXiv:1906.04009.
     """
 
+    updates_per_phase: int | None = None
+    reference, update, num_updates = "stored", 0, 0
     eta = Checked(arguments.number, above=0, at_most=1)
     c_min = Checked(arguments.integer, at_least=1)
 
@@ -411,6 +417,7 @@ class HERSampler(_Wrapper):
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
     """
 
+    goal_key: NestedKey = keys.DESIRED_GOAL
     strategy = Checked(_strategy)
     num_goals = Checked(_num_goals)
     discount = Checked(unit_interval)

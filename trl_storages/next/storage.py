@@ -13,6 +13,7 @@ from torchrl.data.replay_buffers.replay_buffers import ReplayBuffer
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
+from trl_storages.attributes import Strict
 from trl_storages.next import history
 from trl_storages.next.parameters import Forwarded
 from trl_storages.next.recorder import Recorder
@@ -37,7 +38,7 @@ from trl_storages.transforms import parts_of
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
+class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     """Draws rows of a `PackedStorage` through its sampler and transforms.
 
     Args:
@@ -52,6 +53,9 @@ class ReplayStorage(TensorDictReplayBuffer):  # type: ignore[misc]
         generator: of the draws, on the CPU.
         **options: of TorchRL's `TensorDictReplayBuffer`: prefetch, priority_key, ...
     """
+
+    # What TorchRL's constructor sets.
+    shared, priority_key = False, "td_error"
 
     n_step, discount = Forwarded(), Forwarded()
     alpha, beta, normalize, eps = Forwarded(), Forwarded(), Forwarded(), Forwarded()

@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
+from trl_storages.attributes import Strict
 from trl_storages.functional.returns import discounts, relabelled_dtype, return_dtype
 from trl_storages.kernels import folds
 from trl_storages.next.parameters import Checked, unit_interval
@@ -24,7 +25,7 @@ __all__ = ["GoalRelabel", "NStep", "ReplayTransform"]
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 
 
-class ReplayTransform(Transform):  # type: ignore[misc]
+class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     """A transform that reads rows of its storage beside those of the batch."""
 
     #: Whether it writes the goals that a `HERSampler` draws.
@@ -51,6 +52,7 @@ class NStep(ReplayTransform):
     `steps_to_next_obs` is m. Sums are made in float64, and rounded once.
     """
 
+    reward_key: NestedKey = keys.REWARD
     n_step = Checked(arguments.integer, at_least=1)
     discount = Checked(unit_interval)
 
@@ -120,6 +122,10 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
+    goal_key: NestedKey = keys.DESIRED_GOAL
+    reward_fn: GoalFunction | None = None
+    terminated_fn: GoalFunction | None = None
+    info_keys: tuple[NestedKey, ...] = ()
 
     def __init__(
         self,
