@@ -6,14 +6,16 @@ is on disk.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from contract.make import DISCOUNT
+from contract.make import DISCOUNT, make
 from contract.model import Model
 from contract.steps import Transition, assert_same, ids_of, rows
 from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
@@ -139,3 +141,35 @@ def test_the_power_is_cut(tmp_path, flush_at):
 @pytest.mark.parametrize("seed", range(30))
 def test_the_power_is_cut_often(tmp_path, seed):
     cut_the_power(tmp_path / "rows", seed, [0, 20, 40, 100][seed % 4], 40)
+
+
+def test_a_dump_that_is_killed_leaves_the_one_before(tmp_path):
+    """It is put in the place of an earlier one."""
+    luck, lanes = random.Random(0), [[], []]
+    storage = opened(tmp_path / "rows", STEPS)
+    write_on(storage, Script(0), lanes, 5)
+    kept = [[steps[-STEPS:] for steps in lanes]]
+    storage.dumps(dump := tmp_path / "dump")
+    write_on(storage, Script(1, next_start(lanes)), lanes, 5)
+    kept.append([steps[-STEPS:] for steps in lanes])
+    left = []
+    for _ in range(8):
+        reading, writing = os.pipe()
+        if not (pid := os.fork()):
+            torch.set_num_threads(1)
+            os.write(writing, b"!")
+            storage.dumps(dump)
+            os._exit(0)
+        os.read(reading, 1)
+        time.sleep(luck.uniform(0, 0.01))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+        again = make("n-step", lanes=LANES, size=LANES * STEPS)
+        again.loads(dump)
+        left.append(kept.index(found(again)))
+    assert left == sorted(left)
+    storage.dumps(dump)
+    again.loads(dump)
+    assert found(again) == kept[1]
