@@ -435,3 +435,44 @@ def test_a_file_takes_the_room_of_its_rows(tmp_path):
     directory.flush()
     status = os.stat(rows_file(tmp_path / "x"))
     assert status.st_blocks * 512 < 0.75 * status.st_size
+
+
+# Readers
+
+
+def test_a_reader_beside_a_writer_sees_no_torn_row(tmp_path):
+    """The writer wraps all the time; what it overtook is drawn again, and never whole batches."""
+    Directory.create(tmp_path / "x", layout_of(), 3000).close()
+    with Directory.open(tmp_path / "x") as directory:
+        for first in range(0, 3000, 500):
+            directory.rows.append(numbered(first, 500, directory.layout), cuts_gaps=True)
+    reader = Directory.open(tmp_path / "x", "r")
+    child = os.fork()
+    if child == 0:
+        write_numbered(Directory.open(tmp_path / "x"), rng_of(0))
+    try:
+        index, generator = reader.index, torch.Generator().manual_seed(0)
+        whole, gone = 0, 0
+        for number in range(300):
+            noise = torch.empty(64, dtype=torch.int64).random_(generator=generator)
+            # Steps are those of before the draw: a row of a newer one counts as stale.
+            cursor = int(index.cursors[0])
+            slots = index.draw(noise)
+            steps = cursor - 1 - (cursor - 1 - slots) % 3000
+            places = index.places(slots)
+            rows = reader.rows.gather(places, places)
+            stale = index.stale(slots, steps)
+            right = torch.stack([numbered_row(int(it), reader.layout) for it in steps])
+            assert torch.equal(rows[~stale], right[~stale])
+            whole, gone = whole + int((~stale).sum()), gone + int(stale.sum())
+            if number % 50 == 0:
+                Directory.open(tmp_path / "x", "r").close()
+        assert whole > gone
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    check_numbered(reader)
+
+
+def numbered_row(step, layout):
+    return torch.from_numpy(numbered(step, 1, layout).words[0])

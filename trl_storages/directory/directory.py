@@ -164,10 +164,10 @@ class Directory:
         is_same = described.inode == inode and described.boot == _boot() != ""
         if described.is_clean or is_same:
             self._check()
-            if writes and not described.is_clean and forget_beyond(self.index, self.rows.marked[0]):
+            if writes and not described.is_clean and forget_beyond(self.index, self._arena):
                 self._arena.flush()
         else:
-            recover(self.index, self.layout, self.rows, described.tails, described.cursors)
+            recover(self.index, self.layout, self._arena, described.tails, described.cursors)
         if writes:
             self._described = described.but(boot=_boot(), inode=inode)
             self.flush(described.state)

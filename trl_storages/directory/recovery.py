@@ -10,26 +10,27 @@ import numpy as np
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
 from trl_storages.kernels.streams import CUT, DONE, FIRST, GOES_ON, LAST
-from trl_storages.streams import HostRows, Layout
+from trl_storages.streams import Arena, Layout
 
 __all__ = ["forget_beyond", "recover"]
 
 
-def forget_beyond(index: EpisodeIndex, marks: np.ndarray) -> bool:
+def forget_beyond(index: EpisodeIndex, arena: Arena) -> bool:
     """Removes marks of steps that a killed writer did not publish; returns whether there were any.
 
     Their numbers are given to other steps from now on.
     """
-    numbers = marks[:, checks.NUMBER].reshape(index.num_envs, -1)
-    left = numbers >> 2 > index.cursors[:, None]
+    # A mapping would take room where nothing was written, if only to read it.
+    numbers = arena.copy_of("marks")[:, checks.NUMBER].reshape(index.num_envs, -1)
+    left = (numbers >> 2 > index.cursors[:, None]).reshape(-1)
     if left.any():
-        numbers[left] = 0
+        arena.arrays["marks"][left, checks.NUMBER] = 0
         return True
     return False
 
 
 def recover(
-    index: EpisodeIndex, layout: Layout, rows: HostRows, tails: list[int], cursors: list[int]
+    index: EpisodeIndex, layout: Layout, arena: Arena, tails: list[int], cursors: list[int]
 ) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
@@ -39,15 +40,16 @@ def recover(
     Args:
         index: any contents.
         layout: of the rows.
-        rows: of the index.
+        arena: holds index, entries and marks.
         tails: `[E]` steps before these don't count.
         cursors: `[E]` steps before these were flushed.
     """
-    marks = rows.marked[0]
+    marks = arena.copy_of("marks")
+    marked = marks, checks.factors(layout.entry_words, layout.frames)
     steps = np.empty(len(marks), np.int64)
     checks.rows_of(
-        *(rows.entries, layout.observation_words, layout.frames),
-        *(index.entries_per_lane, rows.marked, steps),
+        *(arena.arrays["entries"], layout.observation_words, layout.frames),
+        *(index.entries_per_lane, marked, steps),
     )
     index.clear()
     kept = np.zeros(len(marks), bool)
@@ -60,7 +62,7 @@ def recover(
             kept[places] = True
             _fill(index, lane, run, places, marks[places, checks.NUMBER])
     # Where a file has no room every mark is zero: nothing is written there.
-    marks[(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
+    arena.arrays["marks"][(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
 
 
 def _chosen(found: np.ndarray, tail: int, flushed: int, most: int) -> tuple[np.ndarray, np.ndarray]:

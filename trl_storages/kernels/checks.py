@@ -202,22 +202,23 @@ def first_wrong(index: Any, entries: Any, size: int, marked: Any) -> int:
     lanes, T = index[4], index[5]
     for e in range(len(lanes)):
         cursor = lanes[e, _CURSOR]
+        fence()
         tail = lanes[e, _TAIL]
-        if not 0 <= cursor < _MOST or tail < 0 or (tail > cursor and cursor == lanes[e, _CURSOR]):
+        if not (0 <= cursor < _MOST and tail >= 0 and cursor - tail <= T):
             return e
-        if tail >= cursor > 0:
-            tail = cursor - 1  # the stream goes on from there
-        if cursor - tail > T:
+        fence()
+        if tail > cursor == lanes[e, _CURSOR]:
+            return e
+        # The stream goes on from the last step, though it may not be live.
+        begin = s = max(min(tail, cursor - 1), 0)
+        while s < cursor:
+            if _is_right(index, entries, size, marked, e, s, begin, cursor):
+                s += 1
+                continue
             fence()
-            if lanes[e, _CURSOR] == cursor:
+            tail = min(lanes[e, _TAIL], lanes[e, _CURSOR] - 1)
+            if tail <= begin:
                 return e
-            tail = cursor - T
-        begin = tail
-        for s in range(tail, cursor):
-            if not _is_right(index, entries, size, marked, e, s, begin, cursor):
-                fence()
-                # What gave way meanwhile is no damage.
-                if s >= min(lanes[e, _TAIL], lanes[e, _CURSOR] - 1):
-                    return e
-                begin = s + 1
+            # Some of what was looked at gave way meanwhile.
+            begin, s = tail, max(s, tail)
     return -1
