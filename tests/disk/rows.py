@@ -41,7 +41,6 @@ __all__ = [
     "stored_as",
     "transitions",
     "with_frames",
-    "without_ends",
     "write",
 ]
 
@@ -128,12 +127,6 @@ def transitions(serial: torch.Tensor, step: torch.Tensor, lane: torch.Tensor) ->
         },
         batch_size=serial.shape,
     )
-
-
-def without_ends(num_steps: int) -> torch.Tensor:
-    """Returns serial numbers of rows that end no episode."""
-    serials = new_serials(3 * num_steps + 20)
-    return serials[~_ends(serials)][:num_steps]
 
 
 def _frames(step: torch.Tensor, lane: torch.Tensor, serial: torch.Tensor) -> torch.Tensor:
