@@ -134,7 +134,7 @@ class Arena:
         """Returns a copy of an array in a file, which takes no room where the array has none."""
         array = self.arrays[name]
         found = np.zeros(array.shape, array.dtype)
-        view, at = memoryview(found).cast("B"), self._starts[name]
+        view, at = found.data.cast("B"), self._starts[name]
         while view and (read := os.preadv(self._file, [view], at)):
             view, at = view[read:], at + read
         return found
