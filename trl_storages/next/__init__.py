@@ -24,7 +24,7 @@ from trl_storages.next.transforms import GoalRelabel, NStep, ReplayTransform
 from trl_storages.next.writing import EpisodeWriter
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.packed import PackedStorage
-from trl_storages.transforms import gym_reward
+from trl_storages.transforms import FlattenGoal, gym_reward
 
 __all__ = [
     "EREReplayStorage",
@@ -33,6 +33,7 @@ __all__ = [
     "EpisodeReplayStorage",
     "EpisodeSequence",
     "EpisodeWriter",
+    "FlattenGoal",
     "FrameStack",
     "GoalRelabel",
     "HERReplayStorage",

@@ -19,8 +19,7 @@ class Checked:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, part: Any, owner: type) -> Any:
-        return self if part is None else part.__dict__[self._name]
+    # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
 
     def __set__(self, part: Any, value: Any) -> None:
         check, choices, bounds = self._check

@@ -297,6 +297,12 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
     set_ = set_at_ = update_ = __setitem__
 
+    def register_save_hook(self, hook: Any) -> NoReturn:
+        """Raises: a storage is saved as it is."""
+        raise RuntimeError("a ReplayStorage has no hooks of saving and loading.")
+
+    register_load_hook = register_save_hook
+
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Draws whole episodes uniformly: finished ones, no row of which was evicted.
 
