@@ -107,3 +107,11 @@ def test_a_next_stack_that_is_not_its_stack_moved_on_is_refused():
     with pytest.raises(ValueError, match="moved by one frame"):
         storage.append(block, cuts_gaps=True)
     assert len(storage) == 0
+
+
+def test_no_rows_are_read_as_none():
+    stack = (F32, (3, 2), FrameStack(3))
+    storage = PackedStorage(
+        20, fields={**FIELDS, "observation": stack, ("next", "observation"): stack}
+    )
+    assert storage.get(torch.zeros(0, dtype=torch.int64))["observation"].shape == (0, 3, 2)

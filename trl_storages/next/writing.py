@@ -311,5 +311,6 @@ def _check_flags(entries: dict[NestedKey, torch.Tensor]) -> None:
         if fits and (flag & ~done).any():
             raise ValueError(
                 f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where "
-                "it is not: set it to terminated | truncated. Nothing was written."
+                "it is not: set it to terminated | truncated. A trainer that flattens makes such "
+                "rows: pass it flatten_tensordicts=False. Nothing was written."
             )

@@ -226,7 +226,8 @@ class Layout:
         """Returns the frames of a stack in rows as a view `[*B, k, *frame_shape]`."""
         first, size = (self.next_word if field.is_next else 0), self.frames * self.frame_words
         frames = rows[..., first : first + size].view(field.dtype)
-        frames = frames.view(*rows.shape[:-1], self.frames, -1)
+        each = self.frame_words * _WORD // field.dtype.itemsize
+        frames = frames.view(*rows.shape[:-1], self.frames, each)
         frames = frames[..., field.start : field.start + field.size]
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
