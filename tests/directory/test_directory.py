@@ -251,15 +251,18 @@ def test_the_writer_is_killed(tmp_path):
 
 
 def hybrid(versions, rng):
-    """Returns a file of which each page is that of some moment."""
+    """Returns a file of which each page, or each smaller part, is that of some moment."""
+    size = int(rng.choice([24, 64, 512, PAGE]))
     newest = rng.choice([0.0, 0.2, 0.5, 0.9])
-    pages = [np.frombuffer(it, np.uint8).reshape(-1, PAGE) for it in versions]
+    whole = len(versions[0])
+    versions = [it + bytes(-whole % size) for it in versions]
+    pages = [np.frombuffer(it, np.uint8).reshape(-1, size) for it in versions]
     chosen = np.where(
         rng.random(len(pages[0])) < newest,
         len(pages) - 1,
         rng.integers(0, len(pages), len(pages[0])),
     )
-    return np.array([pages[which][at] for at, which in enumerate(chosen)]).tobytes()
+    return np.array([pages[which][at] for at, which in enumerate(chosen)]).tobytes()[:whole]
 
 
 def rows_file(path):
