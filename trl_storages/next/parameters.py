@@ -7,7 +7,7 @@ from typing import Any
 
 from trl_storages import arguments
 
-__all__ = ["Checked", "Forwarded"]
+__all__ = ["Checked", "Forwarded", "unit_interval"]
 
 
 class Checked:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium
 import torch
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _DEFAULT_SIZE = 1_000_000
-AnySpace = Space[Any] | TensorSpec
+AnySpace: TypeAlias = "Space[Any] | TensorSpec"
 
 
 def _given(scope: dict[str, Any]) -> dict[str, Any]:

@@ -194,10 +194,10 @@ class PERSampler(OwnSampler):
     """
 
     max_capacity, reduction = 0, "max"
-    alpha = Checked(arguments.number, at_least=0, at_most=4)
-    beta = Checked(unit_interval)
-    eps = Checked(arguments.number, at_least=1e-12, at_most=1)
-    normalize = Checked(arguments.choice, ("batch", "storage", "none"))
+    alpha: Any = Checked(arguments.number, at_least=0, at_most=4)
+    beta: Any = Checked(unit_interval)
+    eps: Any = Checked(arguments.number, at_least=1e-12, at_most=1)
+    normalize: Any = Checked(arguments.choice, ("batch", "storage", "none"))
 
     def __init__(
         self,
@@ -346,8 +346,8 @@ class ERESampler(_Wrapper):
 
     updates_per_phase: int | None = None
     reference, update, num_updates = "stored", 0, 0
-    eta = Checked(arguments.number, above=0, at_most=1)
-    c_min = Checked(arguments.integer, at_least=1)
+    eta: Any = Checked(arguments.number, above=0, at_most=1)
+    c_min: Any = Checked(arguments.integer, at_least=1)
 
     def __init__(
         self,
@@ -418,9 +418,9 @@ class HERSampler(_Wrapper):
     """
 
     goal_key: NestedKey = keys.DESIRED_GOAL
-    strategy = Checked(_strategy)
-    num_goals = Checked(_num_goals)
-    discount = Checked(unit_interval)
+    strategy: Any = Checked(_strategy)
+    num_goals: Any = Checked(_num_goals)
+    discount: Any = Checked(unit_interval)
 
     def __init__(
         self,

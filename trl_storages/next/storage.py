@@ -111,7 +111,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     @property
     def is_full(self) -> bool:
         """Whether every slot holds a row, so that the next write evicts the oldest."""
-        return self.episodes.is_full  # type: ignore[no-any-return]
+        return self.episodes.is_full
 
     def parts(self) -> list[Any]:
         """Returns the samplers and the transforms."""

@@ -53,8 +53,8 @@ class NStep(ReplayTransform):
     """
 
     reward_key: NestedKey = keys.REWARD
-    n_step = Checked(arguments.integer, at_least=1)
-    discount = Checked(unit_interval)
+    n_step: Any = Checked(arguments.integer, at_least=1)
+    discount: Any = Checked(unit_interval)
 
     def __init__(
         self, n_step: int = 3, discount: float = 0.99, *, reward_key: NestedKey = keys.REWARD

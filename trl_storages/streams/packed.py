@@ -97,7 +97,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
         """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
         if self.layout is not None:
-            return self.layout  # type: ignore[no-any-return]
+            return self.layout
         known = {key: kind for key, kind in self.fields.items() if kind is not None}
         wanted = self.fields or found
         return Layout({key: known.get(key) or found[key] for key in wanted}, nested)
