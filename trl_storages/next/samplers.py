@@ -141,7 +141,8 @@ class UniformSampler(OwnSampler):
 
     def _go_on(self, index: EpisodeIndex, batch_size: int) -> torch.Tensor:
         """Draws the next rows of the epoch, and of another one where they are not enough."""
-        left, found, has_run_out = self._left.alive(index), [], False
+        found: list[Any] = []
+        left, has_run_out = self._left.alive(index), False
         while batch_size:
             if not len(left.slots):
                 has_run_out = len(found) > 0
