@@ -467,7 +467,6 @@ PARTS = {
         None, goal_key="actor_goal", info_keys=["effort"]
     ),
     "no strategy": lambda: library.HERSampler("past"),
-    "a discount that is not used": lambda: library.HERSampler("final", discount=0.5),
     "two samplers of one goal": lambda: library.HERSampler(base=library.HERSampler()),
     "hindsight below recency": lambda: library.ERESampler(base=library.HERSampler()),
     "priorities of nothing": lambda: library.PERSampler(0),

@@ -32,7 +32,6 @@ GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "cur
 #: Strategy (a name or an enum member) -> its share of the relabelled transitions.
 GoalMixture = Mapping[Any, float]
 
-_DISCOUNT = 0.99
 # Tolerance for the sum of the shares.
 _NEAR = 1e-6
 
@@ -80,7 +79,7 @@ class HERSampler(WrappingSampler):
 
     Raises:
         ValueError: the strategy is unknown, the shares of a mixture do not sum to 1, `num_goals` is
-            negative or not whole, `discount` has no effect, or `base` draws the same goal.
+            negative or not whole, or `base` draws the same goal.
         TypeError: `base` is a sampler of TorchRL's that has no equal here.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
@@ -106,7 +105,7 @@ class HERSampler(WrappingSampler):
         strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         *,
-        discount: float = _DISCOUNT,
+        discount: float = 0.99,
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
@@ -116,11 +115,6 @@ class HERSampler(WrappingSampler):
         self.strategy = strategy
         self.num_goals = num_goals
         self.discount = discount
-        if "geometric" not in self._mixture[0] and discount != _DISCOUNT:
-            raise ValueError(
-                f"discount does nothing with strategy={strategy!r}: only geometric goals are discounted. "
-                "Leave it out, or draw goals from 'geometric'."
-            )
         # Cache of the last batch's goal kinds, which the next batch usually shares.
         self._made: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
