@@ -6,7 +6,7 @@ from scipy.stats import chisquare
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import folds, streams, tree
-from trl_storages.streams import Layout
+from trl_storages.streams import Arena, Block, HostRows, Layout
 
 RNG = np.random.default_rng(0)
 
@@ -32,7 +32,8 @@ def test_uniform_over_unequal_lanes():
 def test_whole_finished_episodes_are_drawn_alike():
     layout = Layout({"observation": (torch.int64, (1,)), ("next", "reward"): (torch.int64, (1,))})
     index = EpisodeIndex(80, 2)
-    entries = np.zeros((2 * index.entries_per_lane, layout.entry_words), np.int64)
+    entries = 2 * index.entries_per_lane, layout.entry_words
+    rows = HostRows(layout, index, Arena({"entries": (np.int64, entries)}))
     # Of lane 0 the first episode is partly evicted, the fourth cut, and the last runs.
     lengths = [[7, 20, 1, 3, 9, 6], [3, 5]]
     for lane, each in enumerate(lengths):
@@ -41,11 +42,8 @@ def test_whole_finished_episodes_are_drawn_alike():
             done[-1] = (lane, number) not in ((0, 3), (0, 5))
             cut[0] = True
             block = np.zeros((length, layout.row_words), np.int64)
-            which, offsets, slots = np.array([lane]), np.array([0, length]), np.empty(length, int)
-            streams.put(
-                *(index.tables, entries, layout.sizes, which, offsets, block),
-                *(done, cut, True, slots),
-            )
+            offsets = np.array([0, length])
+            rows.append(Block(np.array([lane]), offsets, block, done, cut), cuts_gaps=True)
     drawn = index.random_episodes(6000, torch.Generator().manual_seed(0))
     counts = np.bincount(drawn, minlength=80)
     usable = [7, 27, 31, 40, 43]

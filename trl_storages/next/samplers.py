@@ -436,8 +436,6 @@ class HERSampler(_Wrapper):
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
         self.goal_key = arguments.root_key("goal_key", goal_key)
         self._made: tuple[Any, torch.Tensor, torch.Tensor] | None = None
-        if discount != _DISCOUNT and "geometric" not in self._mixture:
-            raise ValueError(f"discount is that of geometric goals, got strategy={strategy!r}.")
         drawn = [it.goal_key for it in self.layers[1:] if isinstance(it, HERSampler)]
         if self.goal_key in drawn:
             raise ValueError(f"base must draw another goal, got {self.goal_key!r} for both.")
