@@ -10,6 +10,8 @@ custom parts. `trl_storages.datasets` loads datasets, `trl_storages.plotting` vi
 import trl_storages.envs  # noqa: F401
 from trl_storages.functional.priorities import sequence_priority
 from trl_storages.functional.returns import returns_to_go
+from trl_storages.index import EpisodeIndex
+from trl_storages.packed import PackedStorage
 from trl_storages.recipes import (
     EpisodeReplayStorage,
     EREReplayStorage,
@@ -18,17 +20,16 @@ from trl_storages.recipes import (
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
-from trl_storages.ring import EpisodeIndex
-from trl_storages.rows import FrameStack, PackedStorage
-from trl_storages.sample_units import EpisodeSequence
+from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import (
+    EpisodeSequence,
     ERESampler,
     HERSampler,
     PERSampler,
     ReturnImprovementEta,
     UniformSampler,
 )
+from trl_storages.streams import FrameStack
 from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writing import EpisodeWriter
 
@@ -52,7 +53,6 @@ __all__ = [
     "PackedStorage",
     "PrioritizedReplayStorage",
     "ReplayStorage",
-    "ReplayStorageEnsemble",
     "ReplayTransform",
     "ReturnImprovementEta",
     "UniformReplayStorage",

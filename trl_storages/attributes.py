@@ -4,52 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Signature, signature
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any
 
-__all__ = [
-    "Setting",
-    "Strict",
-]
+from trl_storages import arguments
 
-Value = TypeVar("Value")
+__all__ = ["Checked", "Strict", "unit_interval"]
 
 
-class Setting(Generic[Value]):
-    """An attribute that is checked whenever it is set.
+class Checked:
+    """An attribute of a part that is checked whenever it is set."""
 
-    Args:
-        check: `(name, value) -> normalised value`, or raises.
-        doc: the docstring.
-        then: called with the object after the value has changed; not for the initial value.
-    """
-
-    def __init__(
-        self,
-        check: Callable[[str, Any], Value],
-        doc: str,
-        then: Callable[[Any], object] | None = None,
-    ) -> None:
-        self.__doc__, self.check, self._then = doc, check, then
+    def __init__(self, check: Callable[..., Any], *choices: Any, **bounds: Any) -> None:
+        self._check = check, choices, bounds
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
-    if TYPE_CHECKING:
-
-        @overload
-        def __get__(self, part: None, owner: type) -> Setting[Value]: ...
-        @overload
-        def __get__(self, part: object, owner: type) -> Value: ...
-        def __get__(self, part: Any, owner: type) -> Any: ...
 
     def __set__(self, part: Any, value: Any) -> None:
-        value, own = self.check(self._name, value), vars(part)
-        if self._then is None or self._name not in own:
-            own[self._name] = value
-        elif value != own[self._name]:
-            own[self._name] = value
-            self._then(part)
+        check, choices, bounds = self._check
+        part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
 
 
 class _ConstructorSignature:
@@ -72,3 +47,8 @@ class Strict:
         if is_new and kind.__module__.startswith("trl_storages."):
             raise AttributeError(f"{kind.__name__} has no attribute {name!r} to set.")
         super().__setattr__(name, value)
+
+
+def unit_interval(name: str, value: Any) -> float:
+    """Returns a number from 0 to 1."""
+    return arguments.number(name, value, at_least=0, at_most=1)

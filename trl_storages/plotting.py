@@ -14,8 +14,8 @@ from tensordict import TensorDictBase
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import counted
+from trl_storages.index.naming import episode_slots
 from trl_storages.replay import ReplayStorage
-from trl_storages.ring.naming import episode_slots
 from trl_storages.samplers import layers_of, prioritized_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """Ready-made storages: choose one, give it the spaces of an environment, write and sample.
 
-Each is a `ReplayStorage` over packed rows. Those that draw single rows differ only in their defaults:
-each supports every option, in any combination. The one that draws whole episodes has fewer options.
+Those that draw single rows differ only in their defaults: each takes every keyword, in any combination.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium
 import torch
@@ -18,32 +17,25 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorSpec
-from torchrl.data.replay_buffers.sample_units import SampleUnit
-from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.utils import pin_memory_output
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.gym import GymRecorder, choices_of, transition_fields
-from trl_storages.gym.fields import Field, InfoKeys
-from trl_storages.replay import ReplayStorage
-from trl_storages.ring import Lanes
-from trl_storages.rows import FrameStack, PackedStorage, stacked_observations
-from trl_storages.samplers import (
-    ERESampler,
-    GoalMixture,
-    GoalStrategy,
-    HERSampler,
-    PERSampler,
-    UniformSampler,
-)
-from trl_storages.transforms import GoalRelabel, NStep
-from trl_storages.transforms.relabel import GoalFunction
-from trl_storages.writing import EpisodeWriter, OnGap
+from trl_storages.callers import warn_caller
+from trl_storages.packed.storage import PackedStorage
+from trl_storages.replay import history
+from trl_storages.replay.storage import ReplayStorage
+from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
+from trl_storages.streams.frames import FrameStack, stacked_observations
+from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
+from trl_storages.writing import choices_of, transition_fields
+from trl_storages.writing.recorder import Recorder
+from trl_storages.writing.writer import EpisodeWriter
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import ParamSpec, Self
+
+    Options = ParamSpec("Options")
 
 __all__ = [
     "EREReplayStorage",
@@ -53,12 +45,6 @@ __all__ = [
     "PrioritizedReplayStorage",
     "UniformReplayStorage",
 ]
-
-Options = ParamSpec("Options")
-
-#: Key -> dtype and shape. Keys are `Any`, as type checkers do not accept a `dict[str, ...]` as
-#: `Mapping[NestedKey, ...]`.
-Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
 
 #: Keyword -> what other libraries call it.
 _SYNONYMS = {
@@ -87,7 +73,7 @@ def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
     ours = {theirs: name for name in names for theirs in _SYNONYMS[name].split()}
 
     @wraps(make)
-    def made(*args: Options.args, **options: Options.kwargs) -> None:
+    def made(*args: Any, **options: Any) -> None:
         if known := [name for name in options if name in ours]:
             raise TypeError(f"there is no keyword {known[0]!r}: use {ours[known[0]]}=.")
         make(*args, **options)
@@ -95,65 +81,51 @@ def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
     return made
 
 
+_DEFAULT_SIZE = 1_000_000
+AnySpace: TypeAlias = "Space[Any] | TensorSpec"
+
+
+def _given(scope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor, of its local names."""
+    return {name: value for name, value in scope.items() if name != "self"}
+
+
 class UniformReplayStorage(ReplayStorage):
     """Stores transitions of an environment and draws them uniformly.
 
-    The spaces fix the layout of the rows, so even a first write that does not fit raises. Stored are
-    the observation (the entries of a dict space under their own names, any other space as
-    `observation`) at the root and under `next`, `action`, and `reward`, `done`, `terminated` and
-    `truncated` under `next`. Further entries added by a collector or policy are dropped.
+    The spaces fix the layout of the rows, so even a first write that does not fit raises. Further
+    entries added by a collector or policy are dropped.
 
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments, equally many of each.
-        num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
-            a collector's workers write by themselves (`replay_buffer=`) and play several each.
+        storage_size: total number of transitions, over all environments.
+        num_envs: E, number of environments that are played side by side.
         batch_size: B, transitions per batch.
-        device: device of the batches. The rows are there too, unless `path` is given.
-        path: directory of memory-mapped rows, which outlive the process; if it holds rows, writing and
-            sampling continue from them, which TorchRL's logger reports; `empty()` removes them. None
-            keeps rows in memory.
-        mode: "r+" writes to `path`; "r" reads what it holds, while another process may be writing.
+        device: where the rows and batches are.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
-        alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
+        alpha: priority exponent; 0 draws without priorities.
         beta: exponent of the importance weights.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
         c_min: the smallest window of recent rows.
         sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
-        transform: applied to each batch, after hindsight and n-step returns.
-        info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
-            first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
-            the infos' `force`, stored where TorchRL's info readers put it.
-        extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
-            log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
-            it. That of `("next", "reward")` is in the place of (float32, [1]).
+        transform: applied to batches last.
         frame_stack: k, if observations are stacks of the k newest frames along their first or last
-            dimension: each frame is stored once, and batches contain the stacks. A mapping from key to
-            `FrameStack` selects the entries and how an episode begins (by default, its first frame is
-            repeated).
-        share_next: whether to store next observations only as the observations of the following rows:
-            little more than half the memory, for identical batches.
-        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
-            loops that reset themselves. `record` of several environments needs it.
-        on_gap: what to do if a step's observation is not the next observation of the previous step in
-            its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
+            dimension; or the `FrameStack` of each by key.
+        extra_fields: key -> (dtype, shape) of further entries, such as hidden states. `record` takes them
+            from the infos.
+        info_keys: entries of gymnasium's infos to store as well: keys, whose first write fixes dtype and
+            shape, or a mapping from key to space.
+        autoreset_mode: `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for loops that reset
+            themselves. Several environments need it.
+        on_gap: "cut" ends an episode where the next row does not continue it, and warns once; "ignore"
+            takes rows as they come.
+        max_entries: room for observations; see `PackedStorage`.
         prefetch: number of batches to draw ahead in a background thread.
-        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
-        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
-        service_backend_options: `remote_config` and `ray_init_config` of that actor.
+        seed: of the draws; None uses torch's default generator.
 
-    `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
-    `num_goals` and `strategy`, read and set the parameters of its parts, from the next draw on; batches
-    already prefetched keep the old values.
-
-    Raises:
-        ValueError: `storage_size` is smaller than `num_envs`; an option is out of range; or a field has
-            a name that sampling sets in batches, such as `index`.
-        TypeError: a space is not supported, or an option has the wrong type.
-
-    >>> import gymnasium, trl_storages
+    >>> import gymnasium
     >>> env = gymnasium.make("CartPole-v1")
     >>> storage = UniformReplayStorage(env.observation_space, env.action_space, batch_size=2)
     >>> obs, info = env.reset(seed=0)
@@ -167,106 +139,106 @@ class UniformReplayStorage(ReplayStorage):
     @_without_synonyms
     def __init__(
         self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         *,
-        storage_size: int = 1_000_000,
+        storage_size: int = _DEFAULT_SIZE,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
+        mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
         alpha: float = 0.0,
         beta: float = 0.4,
         eta: float = 1.0,
         c_min: int = 5000,
-        sample_unit: SampleUnit | None = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
         autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
+        on_gap: str = "cut",
+        max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(locals())
+        self._build(**_given(locals()))
 
     def _build(
-        self, given: dict[str, Any], goals: tuple[HERSampler, GoalRelabel] | None = None
+        self,
+        observation_space: AnySpace,
+        action_space: AnySpace,
+        *,
+        storage_size: int,
+        num_envs: int,
+        batch_size: int,
+        device: torch.device | str,
+        path: str | Path | None,
+        mode: str,
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any],
+        autoreset_mode: AutoresetMode | str | None,
+        on_gap: str,
+        max_entries: int | None,
+        prefetch: int,
+        seed: int | None,
+        goals: tuple[HERSampler, GoalRelabel] | None = None,
     ) -> None:
-        """Puts the parts together.
-
-        Args:
-            given: the arguments of the constructor.
-            goals: the sampler that draws goals and the transform that writes them; None keeps stored
-                goals.
-        """
-        num_envs = arguments.integer("num_envs", given["num_envs"], at_least=1)
-        capacity = arguments.integer("storage_size", given["storage_size"], at_least=1)
-        if capacity < num_envs:
-            raise ValueError(
-                "storage_size counts transitions over all environments, so it must be at least "
-                f"num_envs={num_envs}; got {capacity}."
+        """Makes the parts of what the constructor of a recipe was given."""
+        if mode != "r+" and path is None:
+            raise ValueError(f"mode={mode!r} must be of a directory, got path=None.")
+        if path is not None:
+            raise NotImplementedError("rows are not kept in directories yet: leave path out.")
+        num_envs = arguments.integer("num_envs", num_envs, at_least=1)
+        size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
+        if (rest := size % num_envs) and size != _DEFAULT_SIZE:
+            warn_caller(
+                f"storage_size={size} is not a multiple of num_envs={num_envs}: {size - rest} "
+                "transitions are kept, equally many of each environment."
             )
-        capacity -= capacity % num_envs
-        spaces, info_keys = (given["observation_space"], given["action_space"]), given["info_keys"]
-        fields: dict[NestedKey, Any] = {**transition_fields(*spaces, info_keys)}
-        infos = arguments.keys("info_keys", info_keys)
-        # Infos are no observations: stored at the root and under `next`, they have the same value.
-        observations = keys.continued_keys([key for key in fields if key not in infos])
-        stacks = stacked_observations(given["frame_stack"], fields, infos)
-        further = _extra_fields(given["extra_fields"])
-        if taken := {*further} & ({*fields, *infos} - {keys.REWARD}):
-            raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
-        fields |= further
-        # The layout of infos without a space is fixed by the first write.
-        stored = {**dict.fromkeys(infos), **fields}
-        stored |= {key: (*fields[key], stack) for key, stack in stacks.items()}
-        writer = EpisodeWriter(
-            num_envs, keys=list(stored), on_gap=given["on_gap"], observation_keys=observations
+        fields, stored, infos = _fields(
+            observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
-        recorder = GymRecorder(
-            num_envs,
-            fields=fields,
-            choices=choices_of(given["action_space"]),
-            autoreset_mode=given["autoreset_mode"],
-            info_keys=[*infos, *(key for key in further if key != keys.REWARD)],
+        sampler: Any = PERSampler(size, alpha, beta) if alpha else UniformSampler()
+        if eta != 1:
+            sampler = ERESampler(eta, c_min, base=sampler)
+        transforms = [NStep(n_step, discount)] if n_step != 1 else []
+        if goals is not None:
+            goals[0].base = sampler
+            sampler, transforms = goals[0], [goals[1], *transforms]
+        transforms += [] if transform is None else [transform]
+        ReplayStorage.__init__(
+            self,
+            storage=PackedStorage(
+                size, num_envs=num_envs, device=device, fields=stored, max_entries=max_entries
+            ),
+            sampler=sampler,
+            writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
+            transform=Compose(*transforms) if transforms else None,
+            batch_size=arguments.integer("batch_size", batch_size, at_least=1),
+            sample_unit=sample_unit,
+            recorder=Recorder(
+                num_envs,
+                fields=fields,
+                choices=choices_of(action_space),
+                autoreset_mode=autoreset_mode,
+                info_keys=infos,
+            ),
+            prefetch=arguments.integer("prefetch", prefetch) or None,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
         )
-        sampler, transforms = _drawing(capacity, goals, **given)
-        path = arguments.optional(arguments.directory, "path", given["path"])
-        seed = arguments.optional(arguments.integer, "seed", given["seed"])
-        device = given["device"]
-        storage = PackedStorage(
-            capacity,
-            fields=stored,
-            device=device if path is None else "cpu",
-            scratch_dir=path,
-            out_device=device,
-            share_next=given["share_next"],
-            mode=given["mode"],
-        )
-        generator = None
-        if seed is not None:
-            generator = torch.Generator(device=storage.device).manual_seed(seed)
-        with storage.released_on_error():
-            ReplayStorage.__init__(
-                self,
-                storage=storage,
-                sampler=sampler,
-                writer=writer,
-                recorder=recorder,
-                transform=Compose(*transforms) if transforms else None,
-                batch_size=given["batch_size"],
-                sample_unit=given.get("sample_unit"),
-                prefetch=given["prefetch"],
-                generator=generator,
-            )
 
     @classmethod
     def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
@@ -275,17 +247,10 @@ class UniformReplayStorage(ReplayStorage):
         Args:
             env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well;
                 or a TorchRL environment, batched or not.
-            **options: as in the constructor. `reward_fn` for hindsight must be passed, as it may be a
-                custom function.
+            **options: as in the constructor.
 
         Raises:
-            TypeError: it is not an environment, or an option is unknown.
-            ValueError: as in the constructor.
-
-        >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
-        >>> storage = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
-        >>> storage.episodes.num_envs
-        2
+            TypeError: it is not an environment.
         """
         known: dict[str, Any] = {}
         match env:
@@ -302,24 +267,54 @@ class UniformReplayStorage(ReplayStorage):
                 spaces = env.observation_space, env.action_space
         return cls(*spaces, **{**known, **options})
 
-    @classmethod
-    def open(cls, path: str | Path, **options: Any) -> NoReturn:
-        """Raises a TypeError: the spaces and options of a ready-made storage are not on disk."""
-        raise TypeError(
-            f"{cls.__name__} needs its spaces and options again: construct it with path={str(path)!r} "
-            "(and mode='r' to read while another process writes). ReplayStorage.open(path, sampler=..., "
-            "transform=...) opens the rows without them."
-        )
+
+def _fields(
+    observation_space: AnySpace,
+    action_space: AnySpace,
+    frame_stack: Any,
+    extra_fields: Mapping[Any, Any],
+    info_keys: Any,
+) -> tuple[dict[Any, Any], dict[Any, Any], list[NestedKey]]:
+    """Returns the fields that `record` knows, all that are stored (None is yet unknown), and infos."""
+    fields = transition_fields(observation_space, action_space, info_keys)
+    infos = arguments.keys("info_keys", info_keys)
+    stored = {**dict.fromkeys(infos), **fields}
+    further = {
+        arguments.key("extra_fields", key): (dtype, torch.Size(shape))
+        for key, (dtype, shape) in extra_fields.items()
+    }
+    if taken := {*further} & {*stored} - {keys.REWARD}:
+        raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
+    stored |= further
+    for key in stored:
+        keys.check_storable(key)
+    for key, stack in _stacks(frame_stack, fields, infos).items():
+        stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
+    infos += [key for key in further if key != keys.REWARD]
+    return {**fields, **further}, stored, infos
+
+
+def _stacks(
+    frame_stack: Any, fields: Mapping[Any, Any], infos: list[NestedKey]
+) -> Mapping[NestedKey, FrameStack]:
+    """Returns which observations are stacks.
+
+    Raises:
+        KeyError, TypeError, ValueError: `frame_stack` names no observations, or is not that of theirs.
+    """
+    if not isinstance(frame_stack, Mapping):
+        found = stacked_observations(frame_stack, fields, infos)
+        return {key: FrameStack(stack.num_frames, stack.dim) for key, stack in found.items()}
+    for key, stack in frame_stack.items():
+        arguments.instance("frame_stack", stack, FrameStack)
+        if key in infos or key not in fields or keys.next_key(key) not in fields:
+            raise KeyError(f"frame_stack must name observations, got {key!r}.")
+        stack.frame_shape(fields[key][1])
+    return frame_stack
 
 
 class NStepReplayStorage(UniformReplayStorage):
-    """Samples n-step transitions, with n = 3 by default.
-
-    Args:
-        observation_space: as in `UniformReplayStorage`.
-        action_space: as in `UniformReplayStorage`.
-        n_step: n of the n-step returns.
-        **options: as in `UniformReplayStorage`.
+    """Draws n-step transitions, with n = 3 by default; keywords as in `UniformReplayStorage`.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = NStepReplayStorage(Box(-1, 1, (3,)), Discrete(2), n_step=5, discount=0.9)
@@ -330,45 +325,39 @@ class NStepReplayStorage(UniformReplayStorage):
     @_without_synonyms
     def __init__(
         self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         *,
-        storage_size: int = 1_000_000,
+        storage_size: int = _DEFAULT_SIZE,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
+        mode: str = "r+",
         n_step: int = 3,
         discount: float = 0.99,
         alpha: float = 0.0,
         beta: float = 0.4,
         eta: float = 1.0,
         c_min: int = 5000,
-        sample_unit: SampleUnit | None = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
         autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
+        on_gap: str = "cut",
+        max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(locals())
+        self._build(**_given(locals()))
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
     """Draws transitions by priority; `update_tensordict_priority(batch)` sets them from `td_error`.
 
-    Args:
-        observation_space: as in `UniformReplayStorage`.
-        action_space: as in `UniformReplayStorage`.
-        alpha: priority exponent.
-        **options: as in `UniformReplayStorage`.
+    Keywords as in `UniformReplayStorage`.
 
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
 
@@ -384,45 +373,37 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     @_without_synonyms
     def __init__(
         self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         *,
-        storage_size: int = 1_000_000,
+        storage_size: int = _DEFAULT_SIZE,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
+        mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
         alpha: float = 0.6,
         beta: float = 0.4,
         eta: float = 1.0,
         c_min: int = 5000,
-        sample_unit: SampleUnit | None = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
         autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
+        on_gap: str = "cut",
+        max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(locals())
+        self._build(**_given(locals()))
 
 
 class EREReplayStorage(UniformReplayStorage):
-    """Emphasises recent experience within phases of updates; see `ERESampler`.
-
-    Args:
-        observation_space: as in `UniformReplayStorage`.
-        action_space: as in `UniformReplayStorage`.
-        eta: recency strength in (0, 1].
-        **options: as in `UniformReplayStorage`.
+    """Emphasises recent experience within phases of updates; keywords as in `UniformReplayStorage`.
 
     Reference: Wang & Ross 2019, arXiv:1906.04009.
 
@@ -435,48 +416,111 @@ class EREReplayStorage(UniformReplayStorage):
     @_without_synonyms
     def __init__(
         self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         *,
-        storage_size: int = 1_000_000,
+        storage_size: int = _DEFAULT_SIZE,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
+        mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
         alpha: float = 0.0,
         beta: float = 0.4,
         eta: float = 0.996,
         c_min: int = 5000,
-        sample_unit: SampleUnit | None = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
         autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
+        on_gap: str = "cut",
+        max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(locals())
+        self._build(**_given(locals()))
+
+
+class HERReplayStorage(UniformReplayStorage):
+    """Hindsight experience replay: relabels most drawn transitions with an achieved goal.
+
+    Args:
+        observation_space: a dict space or spec with `achieved_goal` and `desired_goal`.
+        action_space: as in `UniformReplayStorage`.
+        reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], infos) -> [B]` or `[B, 1]`, as in
+            `GoalRelabel`; `gym_reward(env)` for the environment's own.
+        terminated_fn: the same, returning bool; None leaves the flags as stored.
+        strategy: "future", "final", "episode", "random", "geometric" or "current", or a mixture such as
+            `{"future": 0.7, "random": 0.3}`; geometric goals are discounted by `discount`.
+        num_goals: k, relabelled transitions per one left as stored.
+        **options: as in `UniformReplayStorage`.
+
+    Raises:
+        KeyError: the observation space has no `achieved_goal` or `desired_goal`.
+
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
+    """
+
+    @_without_synonyms
+    def __init__(
+        self,
+        observation_space: AnySpace,
+        action_space: AnySpace,
+        *,
+        reward_fn: GoalFunction,
+        terminated_fn: GoalFunction | None = None,
+        strategy: Any = "future",
+        num_goals: float = 4,
+        storage_size: int = _DEFAULT_SIZE,
+        num_envs: int = 1,
+        batch_size: int = 256,
+        device: torch.device | str = "cpu",
+        path: str | Path | None = None,
+        mode: str = "r+",
+        n_step: int = 1,
+        discount: float = 0.99,
+        alpha: float = 0.0,
+        beta: float = 0.4,
+        eta: float = 1.0,
+        c_min: int = 5000,
+        sample_unit: Any = None,
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        autoreset_mode: AutoresetMode | str | None = None,
+        on_gap: str = "cut",
+        max_entries: int | None = None,
+        prefetch: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        given = _given(locals())
+        there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
+        missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
+        if missing:
+            raise KeyError(
+                f"observation_space must be a dict with {missing} for hindsight; it has {there}."
+            )
+        sampler = HERSampler(strategy, num_goals)
+        sampler.discount = discount
+        relabel = GoalRelabel(
+            reward_fn,
+            terminated_fn=terminated_fn,
+            info_keys=arguments.keys("info_keys", info_keys),
+        )
+        for name in ("reward_fn", "terminated_fn", "strategy", "num_goals"):
+            del given[name]
+        self._build(**given, goals=(sampler, relabel))
 
 
 class EpisodeReplayStorage(UniformReplayStorage):
-    """Samples whole episodes: `sample(n)` is `sample_episodes(n)`.
+    """Draws whole episodes: `sample(n)` is `sample_episodes(n)`.
 
-    Episodes are drawn uniformly and returned as stored, so the options for single rows do not apply:
-    `n_step`, `discount`, `alpha`, `beta`, `eta`, `c_min` and `sample_unit`.
-
-    Args:
-        observation_space: as in `UniformReplayStorage`.
-        action_space: as in `UniformReplayStorage`.
-        batch_size: episodes per batch.
-        **options: those of `UniformReplayStorage` that are not listed above.
+    Keywords as in `UniformReplayStorage`, but for those of single rows.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
@@ -489,190 +533,52 @@ class EpisodeReplayStorage(UniformReplayStorage):
     @_without_synonyms
     def __init__(
         self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
+        observation_space: AnySpace,
+        action_space: AnySpace,
         *,
-        storage_size: int = 1_000_000,
+        storage_size: int = _DEFAULT_SIZE,
         num_envs: int = 1,
         batch_size: int = 16,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
+        mode: str = "r+",
+        transform: Transform | None = None,
+        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
+        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
+        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
         autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
+        on_gap: str = "cut",
+        max_entries: int | None = None,
         prefetch: int = 0,
         seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(locals())
+        self._build(**_given(locals()))
 
-    def extend(
-        self,
-        tensordicts: TensorDictBase | Mapping[str, Any],
-        *,
-        lanes: Lanes = None,
-        update_priority: bool | None = None,
-    ) -> torch.Tensor:
+    def extend(self, tensordicts: TensorDictBase, **options: Any) -> torch.Tensor:
         """Writes steps, such as a whole episode.
 
         Raises:
-            ValueError: there are more steps than a lane can hold, so an episode among them might not
-                stay whole. Nothing is written then.
+            ValueError: there are more steps than a lane can hold. Nothing is written then.
         """
-        tensordicts = self._steps(tensordicts)
-        steps, room = tensordicts.batch_size[-1:].numel(), self.episodes.steps_per_lane
-        if len(tensordicts.batch_size) == 1 and lanes is None:
-            # One step per lane, or trajectories that are distributed among the lanes.
+        shape, room = tensordicts.batch_size, self.episodes.steps_per_lane
+        steps = shape[-1:].numel()
+        if len(shape) == 1 and options.get("lanes") is None:
             steps = -(-steps // self.episodes.num_envs)
         if steps > room:
             raise ValueError(
                 f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "
                 "Make storage_size larger."
             )
-        return super().extend(tensordicts, lanes=lanes, update_priority=update_priority)
+        return super().extend(tensordicts, **options)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a finished episode is stored whole."""
         if not super().can_sample(batch_size):
             return False
         with self._replay_lock, self._write_lock:
-            return self.episodes.has_whole_episode()
+            listed = self.episodes.episodes()
+        return bool((listed["finished"] & listed["whole"]).any())
 
-    @pin_memory_output  # type: ignore[untyped-decorator]
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = super().sample_episodes(batch_size)
-        return batch, {"index": batch.get(keys.INDEX)}
-
-    def _sample_part(self, batch_size: int) -> NoReturn:
-        raise ValueError(
-            f"the storages of an ensemble must give rows, {type(self).__name__} gives whole episodes: "
-            "pass others, with sample_unit=EpisodeSequence(...) for parts of episodes."
-        )
-
-
-class HERReplayStorage(UniformReplayStorage):
-    """Hindsight experience replay: relabels most sampled transitions with an achieved goal.
-
-    Args:
-        observation_space: a dict space or spec with `achieved_goal` and `desired_goal`.
-        action_space: as in `UniformReplayStorage`.
-        reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], transition) -> [B]` or `[B, 1]`, as in
-            `GoalRelabel`; `gym_reward(env)` for the environment's own.
-        terminated_fn: the same, returning bool; None leaves the flags as stored.
-        strategy: "future", "final", "episode", "random", "geometric" or "current", or a
-            mixture such as `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are
-            discounted by `discount`.
-        num_goals: k, relabelled transitions per one left as stored.
-        **options: as in `UniformReplayStorage`; `transition` holds `info_keys` under the same keys.
-
-    Raises:
-        KeyError: the observation space has no `achieved_goal` or `desired_goal`.
-
-    Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
-
-    >>> import gymnasium
-    >>> from trl_storages import gym_reward
-    >>> env = gymnasium.make("BitFlipping-v0", n_bits=4)
-    >>> spaces = env.observation_space, env.action_space
-    >>> storage = HERReplayStorage(*spaces, reward_fn=gym_reward(env), num_goals=4, batch_size=10)
-    >>> seen, _ = env.reset(seed=0)
-    >>> after, *outcome = env.step(1)
-    >>> _ = storage.record(seen, 1, *outcome, after)
-    >>> storage.sample()["her_mask"].sum()
-    tensor(8)
-    """
-
-    @_without_synonyms
-    def __init__(
-        self,
-        observation_space: Space[Any] | TensorSpec,
-        action_space: Space[Any] | TensorSpec,
-        *,
-        reward_fn: GoalFunction,
-        terminated_fn: GoalFunction | None = None,
-        strategy: GoalStrategy | GoalMixture = "future",
-        num_goals: float = 4,
-        storage_size: int = 1_000_000,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: Literal["r+", "r"] = "r+",
-        n_step: int = 1,
-        discount: float = 0.99,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        eta: float = 1.0,
-        c_min: int = 5000,
-        sample_unit: SampleUnit | None = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        share_next: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: OnGap = "cut",
-        prefetch: int = 0,
-        seed: int | None = None,
-        service_backend: Literal["direct", "ray"] | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
-        missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
-        if missing:
-            raise KeyError(
-                f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
-                "dataset, from_arrays(..., goal_fn=...) works goals out."
-            )
-        sampler = HERSampler(strategy, num_goals)
-        sampler.discount = discount
-        infos = arguments.keys("info_keys", info_keys)
-        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
-        self._build(locals(), (sampler, relabel))
-
-
-def _drawing(
-    capacity: int,
-    goals: tuple[HERSampler, GoalRelabel] | None,
-    *,
-    n_step: int = 1,
-    discount: float = 0.99,
-    alpha: float = 0.0,
-    beta: float = 0.4,
-    eta: float = 1.0,
-    c_min: int = 5000,
-    transform: Transform | Callable[..., Any] | None = None,
-    **_: Any,
-) -> tuple[Sampler, list[Any]]:
-    """Returns the sampler and the transforms."""
-    # Made in any case, so that values that have no effect are checked as well.
-    fold = NStep(n_step, discount)
-    weigh = PERSampler(capacity if alpha else 1, alpha, beta)
-    narrow = ERESampler(eta, c_min)
-    sampler: Sampler = weigh if weigh.alpha else UniformSampler()
-    if narrow.eta != 1:
-        narrow.base, sampler = sampler, narrow
-    transforms: list[Any] = [fold] if fold.n_step != 1 else []
-    if goals is not None:
-        goals[0].base = sampler
-        sampler, transforms = goals[0], [goals[1], *transforms]
-    return sampler, transforms if transform is None else [*transforms, transform]
-
-
-def _extra_fields(given: Fields | None) -> dict[NestedKey, Field]:
-    what = "a mapping from key to (dtype, shape), such as {'state': (torch.float32, [8])}"
-    fields: dict[NestedKey, Field] = {}
-    for name, field in arguments.mapping("extra_fields", given or {}, what).items():
-        match field:
-            case (torch.dtype() as dtype, tuple() | list() as shape) if isinstance(field, tuple):
-                sizes = [arguments.integer(f"extra_fields[{name!r}]", size) for size in shape]
-                fields[arguments.key("extra_fields", name)] = (dtype, torch.Size(sizes))
-            case _:
-                raise TypeError(f"extra_fields must be {what}; got {field!r} for {name!r}.")
-    return fields
+        batch = self._with_transforms(history.draw_episodes(self._storage, batch_size, self._rng))
+        return batch, {keys.INDEX: batch[keys.INDEX]}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from contract.make import PLACES, SETTING
+from contract.make import PLACES
+
+from trl_storages.packed import storage as packed
 
 
 @pytest.fixture(autouse=True)
 def _setting_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `make` chooses ends with the test."""
-    monkeypatch.setenv(SETTING, "numba")
+    monkeypatch.setattr(packed, "HOSTS", packed.HOSTS)
 
 
 @pytest.fixture(params=PLACES)

@@ -21,13 +21,13 @@ from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 from torchrl.envs.transforms import Compose
 
+from trl_storages.packed import storage as packed
+
 __all__ = [
     "DISCOUNT",
-    "IS_NEXT",
     "KINDS",
     "LAYOUTS",
     "PLACES",
-    "SETTING",
     "assemble",
     "library",
     "make",
@@ -40,16 +40,10 @@ __all__ = [
 #: The module with the public names.
 library: Any = import_module(os.environ.get("CONTRACT_INSIDE", "trl_storages"))
 
-#: Whether it is the one that is to come; a few tests say what only that one does.
-IS_NEXT = library.__name__.endswith(".next")
-
-#: Where rows are. "device" is any device but the host: for now, the tensor operations of GPUs on the CPU.
+#: Where rows are. "device" is any device but the host: the rows of GPUs, on the CPU.
 PLACES = os.environ.get("CONTRACT_PLACES", "memory,directory,device").split(",")
 
 DISCOUNT = 0.9
-
-#: The setting of the process that chooses it.
-SETTING = "TRL_STORAGES_BACKEND"
 
 #: Kind -> recipe and its keywords.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,7 +114,7 @@ def make(
 ) -> Any:
     """Makes a storage by its recipe.
 
-    Only storages of one place are used at a time: "device" is a setting of the process.
+    Only storages of one place are used at a time: see `_choose`.
 
     Args:
         kind: one of `KINDS`.
@@ -133,7 +127,7 @@ def make(
     """
     recipe, keywords = KINDS[kind]
     make_recipe = getattr(library, recipe)
-    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    _choose(place)
     if place == "directory":
         options["path"] = new_folder() / "rows" if path is None else path
     if lanes > 1:
@@ -148,6 +142,11 @@ def make(
         **options,
     }
     return make_recipe(*spaces(layout), **options)
+
+
+def _choose(place: str) -> None:
+    """Makes storages from now on keep rows on the CPU as on any device, for "device"."""
+    packed.HOSTS = () if place == "device" else ("cpu",)
 
 
 def new_folder() -> Path:
@@ -176,7 +175,7 @@ def assemble(
         buffer: the class that puts them together.
         **parts: sampler, transform (several as a list), sample_unit, ...; also storage and writer.
     """
-    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    _choose(place)
     if isinstance(transforms := parts.get("transform"), list):
         parts["transform"] = Compose(*transforms)
     path = {"scratch_dir": new_folder() / "rows"} if place == "directory" else {}
@@ -202,7 +201,7 @@ def make_of(
 ) -> Any:
     """Makes a storage of other spaces by its recipe."""
     recipe, keywords = KINDS[kind]
-    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    _choose(place)
     path = {"path": new_folder() / "rows"} if place == "directory" else {}
     options = {"storage_size": 64, "seed": 0, **path, **keywords, **options}
     return getattr(library, recipe)(observation_space, action_space, **options)
@@ -213,7 +212,7 @@ def make_for(
 ) -> Any:
     """Makes a storage by its recipe for an environment; otherwise as `make`."""
     recipe, keywords = KINDS[kind]
-    os.environ[SETTING] = "torch" if place == "device" else "numba"
+    _choose(place)
     path = {"path": new_folder() / "rows"} if place == "directory" else {}
     options = {"storage_size": size, "seed": 0, **path, **keywords, **options}
     return getattr(library, recipe).from_env(env, **options)

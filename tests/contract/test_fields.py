@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from contract.make import IS_NEXT, assemble, library, make, make_for, make_of
+from contract.make import assemble, library, make, make_for, make_of
 from contract.steps import Player, assert_same, ids_of, rows
 from tensordict import TensorDict
 
@@ -105,15 +105,7 @@ class TestFrameStacks:
     @pytest.mark.requirement("stored-once")
     @pytest.mark.parametrize(
         "history",
-        [
-            "same",
-            pytest.param(
-                "own",
-                marks=pytest.mark.xfail(
-                    not IS_NEXT, reason="stacks must begin by one rule", strict=True
-                ),
-            ),
-        ],
+        ["same", "own"],
     )
     def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
         storage = make("n-step", place=place, layout="frames", size=24)

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends, fold
-from contract.make import IS_NEXT, PLACES, assemble, library, make
+from contract.make import PLACES, assemble, library, make
 from contract.steps import ids_of, reward_fn
 from scipy import stats
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
@@ -460,13 +460,6 @@ class TestRecency:
             pytest.param(
                 history,
                 id=name,
-                marks=[
-                    pytest.mark.xfail(
-                        not IS_NEXT, reason="the newest rows of all lanes together", strict=True
-                    )
-                ]
-                if name in ("unequal fill", "one lane wrapped", "lanes")
-                else [],
             )
             for name, history in HISTORIES.items()
         ],

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends
-from contract.make import IS_NEXT, PLACES, assemble, library, make
+from contract.make import PLACES, assemble, library, make
 from contract.steps import assert_batches, assert_same, ids_of, reward_fn, rows
 from scipy import stats
 from torchrl.data import RandomSampler
@@ -19,20 +19,7 @@ each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTOR
 class TestSeeds:
     @pytest.mark.parametrize(
         "kind",
-        [
-            *("uniform", "recency", "hindsight"),
-            *(
-                pytest.param(
-                    kind,
-                    marks=pytest.mark.xfail(
-                        not IS_NEXT,
-                        reason="a directory that has wrapped has other slots to draw from",
-                        strict=True,
-                    ),
-                )
-                for kind in ("prioritized", "all")
-            ),
-        ],
+        ["uniform", "recency", "hindsight", "prioritized", "all"],
     )
     def test_the_same_batches_in_every_place(self, kind):
         """Of one seed, also after priorities were handed back."""
@@ -176,9 +163,6 @@ class TestSlices:
         other.extend(storage[:])
         assert_same(other[:], storage[:])
 
-    @pytest.mark.xfail(
-        not IS_NEXT, reason="rows are never changed", strict=True, raises=AttributeError
-    )
     def test_fields_of_the_step_may_be_rewritten(self, place):
         """Rewards of a learned model; never flags or observations."""
         storage, lanes = assemble(24, 2, place=place), Lanes(24, 2)

@@ -12,11 +12,11 @@ from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
 from trl_storages.arguments import tracker
-from trl_storages.arrays import Transitions
-from trl_storages.gym.fields import OUTCOME_FIELDS, Field
+from trl_storages.datasets.transitions import Transitions
 from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
 from trl_storages.replay import ReplayStorage
 from trl_storages.transforms import GoalRelabel, own_rewards, parts_of
+from trl_storages.writing.fields import OUTCOME_FIELDS, Field
 
 __all__ = [
     "Block",

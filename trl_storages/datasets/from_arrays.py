@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from trl_storages import arguments
-from trl_storages.arrays import Transitions
-from trl_storages.arrays.names import ROLE_OF, as_dictionary
-from trl_storages.arrays.transitions import GoalOf
 from trl_storages.datasets.filling import Recipe, blocks_of, filled
+from trl_storages.datasets.names import ROLE_OF, as_dictionary
+from trl_storages.datasets.transitions import GoalOf, Transitions
 from trl_storages.keys import leaves, nested
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage

@@ -16,11 +16,10 @@ from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.arguments import tracker
-from trl_storages.arrays import Transitions
 from trl_storages.datasets.filling import Block, Recipe, filled, grouped
 from trl_storages.datasets.from_arrays import join_paths
-from trl_storages.gym.columns import TORCH_TO_NUMPY
-from trl_storages.gym.fields import Field, transition_fields
+from trl_storages.datasets.transitions import Transitions
+from trl_storages.index.naming import episode_slots
 from trl_storages.keys import (
     ACTION,
     DONE,
@@ -35,7 +34,8 @@ from trl_storages.keys import (
 )
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.ring.naming import episode_slots
+from trl_storages.writing.columns import TORCH_TO_NUMPY
+from trl_storages.writing.fields import Field, transition_fields
 
 __all__ = ["from_minari", "to_minari"]
 

@@ -1,7 +1,5 @@
 """The container: what a training loop writes to and samples from."""
 
-from trl_storages.replay.container import ReplayStorage
-from trl_storages.replay.ensemble import ReplayStorageEnsemble
-from trl_storages.replay.explain import Explanation
+from trl_storages.replay.storage import ReplayStorage
 
-__all__ = ["Explanation", "ReplayStorage", "ReplayStorageEnsemble"]
+__all__ = ["ReplayStorage"]

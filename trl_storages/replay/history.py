@@ -1,72 +1,61 @@
-"""Raw access to stored rows: reads, episode lists and draws of whole episodes."""
+"""Rows as they were stored: by slot or in time order, and whole episodes.
+
+Letters: n episodes, T steps of the longest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
-from torchrl.data import Storage, Trajectory, filter_trajectories
 
 from trl_storages import keys
-from trl_storages.kernels.memory import on_device
-from trl_storages.ring import EpisodeIndex, episodes_of
-from trl_storages.ring.naming import episode_slots, is_key, slots_of
+from trl_storages.index.naming import is_key
+from trl_storages.packed.storage import PackedStorage
 
-__all__ = ["draw_episodes", "list_trajectories", "read_rows", "refuse_changes"]
+__all__ = ["draw_episodes", "read"]
 
 
-def read_rows(storage: Storage, index: Any) -> Any:
-    """Reads rows or an entry; `index` is as in `ReplayStorage.__getitem__`."""
-    episodes = episodes_of(storage)
+def read(storage: PackedStorage, index: Any) -> Any:
+    """Reads rows by a slice of the history, oldest first, by slots or a mask; or an entry of all.
+
+    Raises:
+        IndexError: a slot holds no row.
+        TypeError: the index is none of these.
+    """
     if is_key(index):
-        return _rows(storage, slots_of(episodes, slice(None)))[index]
-    return _rows(storage, slots_of(episodes, index))
+        return storage.get(storage.episodes.slots_by_age())[index]
+    if isinstance(index, slice):
+        slots = storage.episodes.slots_by_age()
+        return storage.get(slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)])
+    if isinstance(index, tuple) or index is None or index is Ellipsis:
+        raise TypeError(
+            "rows have one dimension: index them by a slice, an int, a list, a mask or a tensor of "
+            f"slots, or by a key; got {index!r}."
+        )
+    slots = torch.as_tensor(index, device="cpu")
+    if slots.dtype is torch.bool:
+        slots = slots.nonzero().squeeze(-1)
+    if slots.numel() and (slots.is_floating_point() or slots.is_complex()):
+        raise TypeError(f"slots must be integers, got {index!r}.")
+    return storage.get(slots.long())
 
 
-def refuse_changes() -> NoReturn:
-    """Raises the error for a change of stored rows."""
-    raise RuntimeError(
-        "stored rows are never changed in place: write others by extend() or record()."
-    )
-
-
-def _rows(storage: Storage, slots: torch.Tensor) -> TensorDictBase:
-    # Always gather: a single slot would otherwise return a view of the storage.
-    return storage.get(slots.reshape(-1)).reshape(slots.shape)
-
-
-def list_trajectories(
-    storage: Storage,
-    predicate: Callable[[Trajectory], bool] | None,
-    trajectory_key: NestedKey | None,
-) -> list[Trajectory]:
-    """Lists episodes, lane by lane; the arguments are as in `ReplayStorage.query`."""
-    episodes: EpisodeIndex = episodes_of(storage)
-    if not len(episodes):
-        return []
-    listed = episodes.episodes()
-    slots, number = episode_slots(episodes, listed["first"], listed["length"])
-    rows = storage.get(slots)
-    if trajectory_key is None:
-        trajectory_key = keys.TRAJECTORY_IDS
-        rows.set(trajectory_key, on_device(number, rows.device))
-    return filter_trajectories(rows, predicate, trajectory_key=trajectory_key)
-
-
-def draw_episodes(storage: Storage, n: int, generator: torch.Generator | None) -> TensorDictBase:
-    """Draws whole episodes `[n, T]`; see `ReplayStorage.sample_episodes`."""
-    episodes = episodes_of(storage)
-    first = episodes.random_episodes(n, generator).unsqueeze(1)
+def draw_episodes(
+    storage: PackedStorage, n: int, generator: torch.Generator | None
+) -> TensorDictBase:
+    """Draws whole, finished episodes `[n, T]`, padded with zeros where the mask says so."""
+    episodes = storage.episodes
+    first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
-    step = torch.arange(int(length.max()), device=first.device)
-    index = episodes.shift(first, step.minimum(length - 1))
-    batch = storage.get(index)
-    mask = on_device(step < length, batch.device)
-    # `where` supports more dtypes than `masked_fill`.
+    step = torch.arange(int(length.max())).expand(n, -1)
+    offset = step.minimum(length[:, None] - 1)
+    slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
+    batch = storage.get(slots)
+    mask = (step < length[:, None]).to(storage.device)
     batch = batch.apply(
         lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
     )
-    return batch.set(keys.INDEX, on_device(index, batch.device)).set(keys.MASK, mask)
+    return batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)

@@ -1,72 +1,40 @@
-"""Attributes of a storage that are parameters of its parts."""
+"""Parameters of parts, read and set through the storage."""
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
-from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.envs.transforms import Transform
+from trl_storages.attributes import Checked
 
-from trl_storages.samplers import layers_of
-from trl_storages.transforms import parts_of
-
-__all__ = [
-    "PARAMETERS",
-    "Parameter",
-    "parameters_of",
-]
-
-Value = TypeVar("Value")
-
-#: The names of all parameters.
-PARAMETERS = (
-    *("n_step", "discount", "alpha", "beta", "normalize", "eps", "eta", "c_min"),
-    *("num_goals", "strategy"),
-)
+__all__ = ["Forwarded"]
 
 
-class Parameter(Generic[Value]):
-    """A storage attribute that forwards to its sampler or transforms.
-
-    Setting it sets all parts that have the parameter, from the next draw on (batches already prefetched
-    keep the old value). Reading or setting raises if no part has it.
-    """
-
-    def __init__(self, doc: str) -> None:
-        self.__doc__ = doc
+class Forwarded:
+    """An attribute of a storage that its sampler and transforms have; setting it sets all of them."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, storage: None, owner: type) -> Parameter[Value]: ...
-    @overload
-    def __get__(self, storage: object, owner: type) -> Value: ...
-    def __get__(self, storage: Any, owner: type) -> Parameter[Value] | Value:
+    def __get__(self, storage: Any, owner: type) -> Any:
         if storage is None:
             return self
-        return getattr(self._parts(storage)[0], self._name)
+        # That of returns is read where goals have one too.
+        return getattr(self._holders(storage)[-1], self._name)
 
-    def __set__(self, storage: Any, value: Value) -> None:
+    def __set__(self, storage: Any, value: Any) -> None:
         with storage._replay_lock:
-            for part in self._parts(storage):
+            for part in self._holders(storage):
                 setattr(part, self._name, value)
 
-    def _parts(self, storage: Any) -> list[Sampler | Transform]:
-        known = parameters_of(storage)
-        if self._name not in known:
+    def _holders(self, storage: Any) -> list[Any]:
+        found = [part for part in storage.parts() if isinstance(_of(part, self._name), Checked)]
+        if not found:
             raise AttributeError(
-                f"this {type(storage).__name__} has no part with {self._name}, it has the parameters "
-                f"{sorted(known)}."
+                f"no part of this storage has {self._name!r}: make it with {self._name}=, or with a "
+                "sampler or transform that has it."
             )
-        return known[self._name]
+        return found
 
 
-def parameters_of(storage: Any) -> dict[str, list[Sampler | Transform]]:
-    """Returns, for each parameter, the parts that have it, transforms first."""
-    found: dict[str, list[Sampler | Transform]] = {}
-    for part in (*parts_of(storage._transform), *layers_of(storage._sampler)):
-        for name in getattr(part, "live_parameters", ()):
-            if name in PARAMETERS:
-                found.setdefault(name, []).append(part)
-    return found
+def _of(part: Any, name: str) -> Any:
+    return getattr(type(part), name, None)

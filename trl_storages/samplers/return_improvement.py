@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import arguments
-from trl_storages.attributes import Setting
+from trl_storages.attributes import Checked
 from trl_storages.functional.emphasis import ReturnTrend, advance_trend, improvement_eta
 from trl_storages.samplers.base import layers_of
-from trl_storages.saved.parts import SavedPart, SavedState
 
 __all__ = ["ReturnImprovementEta"]
 
 
-class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
+class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
     """Schedules `eta` by the slope of the newest episode returns.
 
     `eta` is its initial value eta_0 while returns rise at their steepest, 1 (uniform draws) while they
@@ -54,13 +52,8 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
 
     initial_val: float
 
-    num_returns = Setting[int](
-        partial(arguments.integer, at_least=2), "How many of the newest returns the slope looks at."
-    )
-    decay = Setting[float](
-        partial(arguments.number, above=0, at_most=1),
-        "By which factor the steepest slopes shrink with each episode.",
-    )
+    num_returns: Any = Checked(arguments.integer, at_least=2)
+    decay: Any = Checked(arguments.number, above=0, at_most=1)
 
     def __init__(
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
@@ -121,33 +114,3 @@ class ReturnImprovementEta(SavedPart, ParameterScheduler):  # type: ignore[misc]
             **trend,
             "returns": list(self._trend.returns),
         }
-
-    def check_state(self, state_dict: Any) -> None:
-        """Checks a state; see `SavedPart.check_state`."""
-        what = f"the saved {type(self).__name__}"
-        saved = SavedState(state_dict, what, [*self.state_dict()])
-        if not saved.number("initial_val", 0, 1):
-            raise saved.error("initial_val", "above 0", 0)
-        saved.check_parameters(type(self), ("num_returns", "decay"))
-        saved.integer("step_count")
-        saved.number("steepest_fall", 0)
-        saved.number("improvement", -1, 1)
-        # There is no slope before the second return.
-        if saved["steepest_rise"] != -math.inf:
-            saved.number("steepest_rise")
-        returns = saved["returns"]
-        if not isinstance(returns, list) or len(returns) > saved["num_returns"]:
-            raise saved.error("returns", "a list of at most num_returns numbers", returns)
-        listed = {str(place): value for place, value in enumerate(returns)}
-        values = SavedState(listed, f"'returns' of {what}", listed)
-        for place in listed:
-            values.number(place)
-
-    def take_state(self, state: dict[str, Any], *, progress: bool = False) -> None:
-        """Loads a state that was checked; `eta` itself is set by the next step."""
-        trend = {name: state[name] for name in ReturnTrend._fields}
-        self._trend = ReturnTrend(**{**trend, "returns": tuple(trend["returns"])})
-        self.initial_val = self._min_val = state["initial_val"]
-        self.num_returns = state["num_returns"]
-        self.decay = state["decay"]
-        self._step_cnt = state["step_count"]

@@ -12,13 +12,13 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDict, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages._torchrl import new_tensordict
 from trl_storages.streams.frames import FrameStack
 
-__all__ = ["DTYPES", "Field", "Layout", "Nested", "nest"]
+__all__ = ["DTYPES", "Field", "Layout", "Nested", "nest", "nested_sizes"]
 
 _WORD = 8  # bytes
 #: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
@@ -344,3 +344,24 @@ def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
 
     add(tree, ())
     return nodes
+
+
+def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
+    """Returns which TensorDicts in `data` have more than `batch_dims` batch dimensions.
+
+    >>> from tensordict import TensorDict
+    >>> agents = TensorDict({"observation": torch.ones(2, 3, 4)}, [2, 3])
+    >>> nested_sizes(TensorDict({"agents": agents}, [2]), 1)
+    ((('agents',), torch.Size([3])),)
+    """
+    found: list[tuple[tuple[str, ...], torch.Size]] = []
+
+    def walk(nested: TensorDictBase, path: tuple[str, ...]) -> None:
+        for name, value in nested.items():
+            if isinstance(value, TensorDictBase):
+                if value.ndim > batch_dims:
+                    found.append(((*path, name), value.batch_size[batch_dims:]))
+                walk(value, (*path, name))
+
+    walk(data, ())
+    return tuple(found)

@@ -6,52 +6,18 @@ Letters: L lanes written now, T steps of each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from trl_storages import arguments
 from trl_storages.arguments import counted
-from trl_storages.keys import DONE, MASK, TRUNCATED
-from trl_storages.rows import Layout, PackedStorage
-from trl_storages.stock_parts import refuse_stock
-
-if TYPE_CHECKING:
-    from trl_storages.kernels.device import NewRows
+from trl_storages.keys import DONE, MASK
 
 __all__ = [
-    "check_flags",
-    "check_storage",
     "end_flags",
     "num_steps_of",
     "refuse_padding",
 ]
-
-
-def check_storage(storage: Any, *, tracks_generations: bool) -> None:
-    """Checks that lanes of steps can be written to a storage.
-
-    Args:
-        storage: the storage.
-        tracks_generations: whether TorchRL is to count how often each slot was written.
-
-    Raises:
-        TypeError: it is no `PackedStorage`.
-        ValueError: it has rows without an episode index, or is to count generations in a directory.
-    """
-    refuse_stock(storage)
-    arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
-    if storage.episodes is None and len(storage):
-        raise ValueError(
-            f"the storage must be empty, or written by an EpisodeWriter, got {len(storage)} rows "
-            "without episodes: make an empty storage, and extend the buffer with the rows."
-        )
-    if tracks_generations and storage.is_durable:
-        raise ValueError(
-            f"track_generations=True needs rows in memory, got rows in {storage.scratch_dir}: leave it "
-            "out. Priorities that come late for a row are recognised without it."
-        )
 
 
 def num_steps_of(
@@ -147,31 +113,6 @@ def _one_for_all(key: NestedKey) -> str:
         f"data.set({DONE!r}, data[{per_agent!r}].any(-2)) if it ends with any agent, all(-2) if with "
         "the last"
     )
-
-
-def check_flags(layout: Layout, rows: NewRows) -> None:
-    """Checks that rows are `done` where they are `terminated` or `truncated`, for all or per agent.
-
-    Rows on a GPU are not checked: that would synchronize with it.
-
-    Raises:
-        ValueError: some are not.
-    """
-    if (amiss := rows.first_violation(layout.implied)) >= 0:
-        raise _no_end(*(layout.keys[place] for place in layout.implied[amiss]))
-
-
-def _no_end(key: NestedKey, done_key: NestedKey) -> ValueError:
-    message = (
-        f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where it is "
-        "not: set it to terminated | truncated, as TorchRL's environments do. Nothing was written."
-    )
-    if key == TRUNCATED:
-        message += (
-            " TorchRL's ReplayBufferTrainer(flatten_tensordicts=True) sets it in every row: pass "
-            "flatten_tensordicts=False."
-        )
-    return ValueError(message)
 
 
 def refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:

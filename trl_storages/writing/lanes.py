@@ -1,130 +1,13 @@
-"""Which rows go to which lane, and where the episodes of a lane are cut.
+"""Which lane each trajectory of a flat batch goes to.
 
-Letters: E lanes (environments), L lanes written now, T steps of each, N rows of a flat batch,
-U trajectories among them.
+Letters: E lanes (environments), N rows of a flat batch, U trajectories among them.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import numpy as np
-import torch
 
-from trl_storages.kernels.memory import on_device
-from trl_storages.kernels.tables import Block
-from trl_storages.ring import EpisodeIndex
-from trl_storages.writing.steps import Steps
-
-__all__ = ["LaneNotes", "route"]
-
-
-class LaneNotes:
-    """Tracks which trajectory each lane holds, and when and by which process it was last written.
-
-    Rows that were loaded, unpickled or found in a directory may be followed by those of new environments:
-    the first gap of each of their lanes is no surprise.
-
-    Args:
-        episodes: the index of the lanes.
-    """
-
-    def __init__(self, episodes: EpisodeIndex) -> None:
-        #: The index of the lanes.
-        self.episodes = episodes
-        #: Lanes that were not written since their rows were loaded.
-        self.resumed: set[int] = set()
-        #: `[E]` int64, the number of the last trajectory of each lane.
-        self.trajectory = torch.zeros(episodes.num_envs, dtype=torch.int64, device=episodes.device)
-        if self.trajectory.device.type == "cpu":
-            #: The same as an array, for the directory.
-            self.numbers = self.trajectory.numpy()
-        # The write count at each lane's last write.
-        self._written_at = np.zeros(episodes.num_envs, np.int64)
-        #: `[E]` int64, the process that last wrote to each lane; None with a single process.
-        self.process: torch.Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.process is not None:
-            # Processes that share the lanes know each other's rows.
-            return self.__dict__
-        return self.__dict__ | {"resumed": {*range(self.episodes.num_envs)}}
-
-    def resume(self) -> None:
-        """Expects the next rows of each lane from new environments, or from the same."""
-        self.resumed = {*range(self.episodes.num_envs)}
-
-    def share_memory_(self) -> None:
-        """Moves the state that other processes need to shared memory."""
-        self.trajectory.share_memory_()  # type: ignore[no-untyped-call]
-        if self.process is None:
-            size = (self.episodes.num_envs,)
-            self.process = torch.full(size, os.getpid()).share_memory_()  # type: ignore[no-untyped-call]
-
-    def routes(self, steps: Steps) -> list[Block]:
-        """Assigns the rows of a flat batch to lanes, by their trajectories.
-
-        Raises:
-            ValueError: more trajectories run side by side than there are lanes.
-        """
-        trajectory, done = steps.trajectory, steps.rows.done
-        blocks = route(
-            _on_host(trajectory),  # type: ignore[arg-type]
-            _on_host(done).reshape(-1),  # type: ignore[arg-type]
-            held=_on_host(self.trajectory),
-            is_open=_on_host(self.episodes.is_open),
-            last_written=self._written_at,
-        )
-        device = self.episodes.device
-        return [
-            Block(rows.shape[1], lanes.tolist(), on_device(torch.from_numpy(rows), device))
-            for lanes, rows in blocks
-        ]
-
-    def cut(self, steps: Steps, block: Block) -> Block:
-        """Cuts where a row can't continue the row before it in its lane.
-
-        That is where the trajectory changes, or the process, as each has environments of its own.
-        """
-        if steps.trajectory is not None:
-            now = block.arranged(steps.trajectory)
-            before = self.trajectory[block.which].unsqueeze(1)
-            block = block.cut_at(now != torch.cat([before, now[:, :-1]], 1))
-        if self.process is not None:
-            block = block.cut_at(self._first(block, self.process[block.which] != os.getpid()))
-        return block
-
-    def surprises(self, gap: torch.Tensor, block: Block) -> torch.Tensor:
-        """Returns the gaps `[L, T]` bool without those of lanes that are written first since a resume."""
-        if not self.resumed:
-            return gap
-        known = [lane in self.resumed for lane in range(self.episodes.num_envs)]
-        return gap & ~self._first(block, torch.tensor(known)[block.which])
-
-    def _first(self, block: Block, which: torch.Tensor) -> torch.Tensor:
-        """Returns the first steps of some of the lanes `[L]` bool, as `[L, T]` bool."""
-        first = which.unsqueeze(1) & (torch.arange(block.num_steps) == 0)
-        return on_device(first, self.episodes.device)
-
-    def note(self, steps: Steps, block: Block, write_count: int) -> None:
-        """Records steps that were written, with the write count after them."""
-        if len(self._written_at) > 1:
-            if write_count < (latest := self._written_at.max()):
-                # The count began anew: the lanes keep their order, as written before.
-                self._written_at -= latest
-            self._written_at[block.which] = write_count
-        if steps.trajectory is not None:
-            self.trajectory[block.which] = block.arranged(steps.trajectory)[:, -1]
-        if self.process is not None:
-            self.process[block.which] = os.getpid()
-        if self.resumed:
-            lanes = range(self.episodes.num_envs) if block.lanes is None else block.lanes
-            self.resumed.difference_update(lanes)
-
-
-def _on_host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
+__all__ = ["route"]
 
 
 def route(
@@ -134,7 +17,7 @@ def route(
     held: np.ndarray,
     is_open: np.ndarray,
     last_written: np.ndarray,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Assigns each trajectory of a flat batch to one lane.
 
     A trajectory continues in the lane that holds it. A new one goes to a lane whose episode has ended,
@@ -150,8 +33,7 @@ def route(
         last_written: `[E]` when each lane was last written, by any clock.
 
     Returns:
-        `[L]` lanes and the `[L, S]` numbers of their rows in time order, for each distinct number of rows
-        that lanes get.
+        `[N]` the numbers of the rows, lane by lane, in time order; and `[E]` how many each lane gets.
 
     Raises:
         ValueError: more trajectories stay open after the batch than there are lanes.
@@ -159,8 +41,7 @@ def route(
     >>> from numpy import array
     >>> two = {"held": array([0, 0]), "is_open": array([False, False]), "last_written": array([0, 0])}
     >>> route(array([4, 4, 5, 5]), array([False] * 4), **two)
-    [(array([0, 1]), array([[0, 1],
-           [2, 3]]))]
+    (array([0, 1, 2, 3]), array([2, 2]))
     """
     number, first, of_row = np.unique(trajectories, return_index=True, return_inverse=True)
     # Rank trajectories by their first appearance.
@@ -180,12 +61,7 @@ def route(
     turn[np.lexsort((np.arange(len(number)), place, lane))] = np.arange(len(number))
     rows = turn[unit].argsort(kind="stable")
     count = np.bincount(lane, size, minlength=len(held)).astype(np.int64)
-    start = count.cumsum() - count
-    blocks = []
-    for num_rows in np.unique(count[count > 0]).tolist():
-        lanes = np.flatnonzero(count == num_rows)
-        blocks.append((lanes, rows[start[lanes, None] + np.arange(num_rows)]))
-    return blocks
+    return rows, count
 
 
 def _lanes(

@@ -1,0 +1,281 @@
+"""A TorchRL storage whose lanes are streams of observations.
+
+Letters: E lanes, M entries a lane, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.data import Storage
+
+from trl_storages import keys
+from trl_storages.callers import warn_caller
+from trl_storages.index import EpisodeIndex
+from trl_storages.streams.arena import GIVES_BACK, Arena
+from trl_storages.streams.device_rows import DeviceRows
+from trl_storages.streams.host_rows import HostRows
+from trl_storages.streams.layout import Layout, Nested
+from trl_storages.streams.staging import Block
+
+__all__ = ["PackedStorage", "checked_fields"]
+
+_FLAGS = ("done", "terminated", "truncated")
+#: Devices whose memory compiled loops read and write.
+HOSTS = ("cpu",)
+
+
+class PackedStorage(Storage):  # type: ignore[misc]
+    """Keeps each observation once, as part of its lane's stream, in memory or on a GPU.
+
+    An `EpisodeWriter` writes the rows. The first write fixes their layout, or `fields` does.
+
+    Args:
+        max_size: the number of rows, rounded down to a multiple of `num_envs`.
+        num_envs: E, the number of lanes.
+        device: where the rows are; their index is always on the host.
+        fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack); or None, for what
+            the first write fixes.
+        max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
+            whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
+            evicted early.
+
+    Raises:
+        ValueError: a lane has fewer than two steps, or too few entries.
+
+    >>> PackedStorage(1000)
+    PackedStorage(0 of 1,000 rows, cpu)
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        num_envs: int = 1,
+        device: torch.device | str = "cpu",
+        fields: Mapping[NestedKey, Sequence[Any] | None] | None = None,
+        max_entries: int | None = None,
+    ) -> None:
+        super().__init__(max_size)
+        self.device = torch.device(device)
+        self._given_size, self._num_envs, self._max_entries = max_size, num_envs, max_entries
+        #: As given.
+        self.fields = dict(fields or {})
+        # Before the layout is known there is an empty index, so that sizes are checked at once.
+        #: Which rows there are.
+        self.episodes = self._new_index(1)
+        self.max_size = self.episodes.capacity
+        #: The rows; None until their layout is fixed.
+        self.rows: Any = None
+        self.layout: Any = None
+        # Whether there are entries enough for any rows, or it was said that there are not.
+        self._is_roomy = max_entries is None and self._gives_back
+        if self.fields and None not in self.fields.values():
+            self.lay_out(self.layout_for({}))
+
+    def divide(self, num_envs: int) -> None:
+        """Divides the storage into as many lanes.
+
+        Raises:
+            ValueError: it holds rows of another number, or a lane has no room for two steps.
+        """
+        if num_envs == self._num_envs:
+            return
+        if len(self):
+            raise ValueError(
+                f"the storage holds rows of num_envs={self._num_envs}, got num_envs={num_envs}: make "
+                "another storage."
+            )
+        self._num_envs, self.max_size = num_envs, self._given_size
+        self.episodes = self._new_index(1)
+        self.max_size = self.episodes.capacity
+        if self.layout is not None:
+            self.lay_out(self.layout)
+
+    def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
+        """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
+        if self.layout is not None:
+            return self.layout
+        known = {key: kind for key, kind in self.fields.items() if kind is not None}
+        wanted = self.fields or found
+        return Layout({key: known.get(key) or found[key] for key in wanted}, nested)
+
+    def _new_index(
+        self, frames: int, tables: Mapping[str, np.ndarray] | None = None
+    ) -> EpisodeIndex:
+        steps, max_entries = self.max_size // self._num_envs, self._max_entries
+        if max_entries is None and not self._gives_back:
+            # Entries that no row needs are not given back here.
+            most = max(steps // 8, 64)
+            max_entries = self._num_envs * (steps + most + (frames + 1) * min(most, 64))
+        return EpisodeIndex(
+            *(self.max_size, self._num_envs), stack=frames, max_entries=max_entries, tables=tables
+        )
+
+    def lay_out(self, layout: Layout) -> None:
+        """Fixes the layout, and makes room for the rows."""
+        if self.device.type not in HOSTS:
+            self.episodes = self._new_index(layout.frames)
+            self.rows = DeviceRows(layout, self.episodes, self.device)
+        else:
+            index = self._new_index(layout.frames)
+            entries = index.num_envs * index.entries_per_lane, layout.entry_words
+            shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
+            arena = Arena(shapes, lane_bytes=index.entries_per_lane * layout.entry_words * 8)
+            self.episodes = self._new_index(layout.frames, arena.arrays)
+            self.rows = HostRows(layout, self.episodes, arena)
+        self.layout = layout
+
+    @property
+    def _gives_back(self) -> bool:
+        """Whether memory of entries that no row needs is given back."""
+        return self.device.type in HOSTS and GIVES_BACK
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the layout is fixed; TorchRL's collectors ask."""
+        return self.rows is not None
+
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+        """Writes a block, in parts where it is long; see `HostRows.append`.
+
+        Returns:
+            `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
+        """
+        self._check_stacks(block)
+        index, tails = self.episodes, self.episodes.tails.copy()
+        counts, most = np.diff(block.offsets), index.most_steps
+        longest = int(counts.max(initial=0))
+        if longest <= most:
+            slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
+        else:
+            steps, gaps = index.cursors[block.which].copy(), 0
+            for done in range(0, longest, most):
+                firsts = block.offsets[:-1] + np.minimum(counts, done)
+                ends = block.offsets[:-1] + np.minimum(counts, done + most)
+                gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
+            slots = self._slots_of(block, steps)
+        if (
+            not self._is_roomy
+            and (index.tails > np.maximum(tails, index.cursors - index.steps_per_lane)).any()
+        ):
+            self._warn_of_little_room()
+        return slots, gaps
+
+    def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
+        """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
+        index, T = self.episodes, self.episodes.steps_per_lane
+        lane = block.which.repeat(np.diff(block.offsets))
+        first = (steps - block.offsets[:-1]).repeat(np.diff(block.offsets))
+        step = first + np.arange(len(lane))
+        return torch.from_numpy(np.where(step < index.tails[lane], -1, lane * T + step % T))
+
+    def rewrite(self, index: torch.Tensor, values: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Overwrites fields of the step of some rows, such as rewards of a learned model.
+
+        Args:
+            index: `[B]` slots of live rows; of equal ones the last counts.
+            values: key -> `[B, *shape]`; no observations and no flags.
+
+        Raises:
+            IndexError: a slot holds no live row.
+            KeyError, TypeError, ValueError: a key is no field of the step, or a value does not fit.
+                Nothing is written then.
+        """
+        slots = index.reshape(-1).cpu()
+        self.episodes.check_live(slots)
+        for key, value in values.items():
+            field = self.layout.field(key)
+            if not self.layout.is_step(field) or keys.key_path(key)[-1] in _FLAGS:
+                raise ValueError(
+                    f"{key!r} must be a value of the step, and no flag, to be rewritten."
+                )
+            if value.dtype is not field.dtype or value.shape != (len(slots), *field.shape):
+                got = f"{value.dtype} {list(value.shape)}"
+                raise ValueError(f"{key!r} must be {field} for {len(slots)} rows, got {got}.")
+        # The last of equal slots, in any order.
+        _, last = np.unique(slots.numpy()[::-1], return_index=True)
+        chosen = torch.from_numpy(len(slots) - 1 - last)
+        places = self.episodes.places(slots[chosen])
+        for key, value in values.items():
+            self.rows.rewrite(key, places, value[chosen.to(value.device)])
+
+    def _check_stacks(self, block: Block) -> None:
+        """Raises a ValueError unless each next stack is its stack moved by one frame."""
+        layout, words = self.layout, block.words
+        size = (layout.frames - 1) * layout.frame_words
+        if not size:
+            return
+        first, after = layout.frame_words, layout.next_word
+        if (words[:, first : first + size] != words[:, after : after + size]).any():
+            raise ValueError(
+                "the next stack of a row must be its stack moved by one frame; store other observations "
+                "without a FrameStack."
+            )
+
+    def _warn_of_little_room(self) -> None:
+        """Warns once that steps were evicted before their time."""
+        self._is_roomy = True
+        index = self.episodes
+        warn_caller(
+            f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: there "
+            f"is room for {index.entries_per_lane * index.num_envs:,}, and for more by max_entries=."
+        )
+
+    # As TorchRL's buffers ask
+
+    def get(self, index: Any) -> TensorDict:
+        """Returns rows as a batch, in new memory.
+
+        Args:
+            index: slots, `[B]`, of live rows.
+
+        Raises:
+            IndexError: a slot holds no live row.
+        """
+        slots = torch.as_tensor(index, dtype=torch.int64, device="cpu")
+        self.episodes.check_live(slots.reshape(-1))
+        places = self.episodes.places(slots.reshape(-1))
+        batch = self.layout.tensordict(self.rows.gather(places, places))
+        return batch.view(slots.shape) if slots.ndim != 1 else batch
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Raises: rows are written in the order of their lanes, by an `EpisodeWriter`."""
+        raise RuntimeError(
+            "rows are not set by slot: pass writer=EpisodeWriter(num_envs), and extend."
+        )
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def _empty(self) -> None:
+        self.episodes.empty()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device})"
+
+
+def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of the fields of `[N]` transitions.
+
+    Raises:
+        KeyError: the data lacks a field.
+        TypeError, ValueError: it has another dtype or shape.
+    """
+    found = {}
+    for field in layout.fields:
+        value = data.get(field.key, None)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(f"the data lacks {field.key!r}, which every row holds as {field}.")
+        if value.dtype is not field.dtype:
+            raise TypeError(f"{field.key!r} must be {field}, got {value.dtype}.")
+        if value.shape[data.ndim :] != field.shape:
+            raise ValueError(
+                f"{field.key!r} must be {field}, got {list(value.shape[data.ndim :])}."
+            )
+        found[field.key] = value
+    return found

@@ -1,1 +1,0 @@
-"""Saved states: fully checked before any of them is loaded."""
