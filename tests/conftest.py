@@ -94,15 +94,6 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20)
 
 
-@pytest.fixture
-def stored(request: pytest.FixtureRequest) -> Iterator[str]:
-    """How the rows in directories are stored, one of `disk.rows.KINDS`, as a parameter."""
-    from disk.rows import stored_as
-
-    with stored_as(request.param):
-        yield request.param
-
-
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """A GPU, also without one: mixed-up devices raise, and so does a package that waits for it.

@@ -1,4 +1,4 @@
-"""Goal transitions whose every field tells which row it is from, and histories to write them in.
+"""Goal transitions whose every field tells which row it is from.
 
 The root achieved goal, the next one and both desired goals of a row are four different values, so a
 test sees at once where a goal came from.
@@ -7,7 +7,6 @@ test sees at once where a goal came from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ from oracles import RingOracle, Row
 from tensordict import TensorDict
 from torch import Tensor
 
-from trl_storages import ReplayStorage, ReplayTransform
-from trl_storages.rows import RowView
+from trl_storages import ReplayTransform
+from trl_storages.packed import RowView
 
 __all__ = [
     "GOAL_SIZE",
-    "HISTORIES",
     "AsDrawn",
-    "History",
     "achieved_goals",
     "distance_reward",
     "episode_flags",
@@ -91,86 +88,18 @@ def write(
     buffer: Any,
     oracle: RingOracle,
     done: Sequence[Sequence[bool]],
-    lanes: list[int] | None = None,
-    *,
-    anew: bool = False,
 ) -> None:
-    """Writes the same block of rows, `done` [L][S], into a buffer and into the model.
-
-    `anew` breaks off the running episodes before it.
-    """
-    chosen = list(range(oracle.num_envs)) if lanes is None else lanes
+    """Writes the same block of rows, `done` [E][S], into a buffer and into the model."""
     flags = torch.tensor(done, dtype=torch.bool)
-    first = torch.tensor([len(oracle.lanes[lane]) for lane in chosen])
+    first = torch.tensor([len(lane) for lane in oracle.lanes])
     steps = first.unsqueeze(1) + torch.arange(flags.shape[1])
-    data = goal_transitions(torch.tensor(chosen).unsqueeze(1).expand_as(steps), steps, flags)
-    if anew:
-        buffer.end_episodes(lanes)
-    cut = [[anew and step == 0 for step in range(len(row))] for row in done]
-    # Clearing numbers the rows that it keeps anew; what they hold stays.
-    oracle.append(done, cut, lanes, payload=steps.tolist())
-    if lanes is None:
-        buffer.extend(data if oracle.num_envs > 1 else data[0])
-    elif isinstance(buffer, ReplayStorage):
-        buffer.extend(data, lanes=lanes)
-    else:
-        buffer.writer.extend(data, lanes=lanes)
+    lanes = torch.arange(oracle.num_envs).unsqueeze(1).expand_as(steps)
+    data = goal_transitions(lanes, steps, flags)
+    oracle.append(done)
+    buffer.extend(data if oracle.num_envs > 1 else data[0])
 
 
 def episode_flags(lengths: Sequence[int], unfinished: int = 0) -> list[bool]:
     """Done flags of episodes of these lengths, and of `unfinished` rows after them."""
     flags = [step == length - 1 for length in lengths for step in range(length)]
     return flags + [False] * unfinished
-
-
-@dataclass(frozen=True)
-class History:
-    """Blocks of done flags to write one after another: (flags [L][S], lanes or None for all)."""
-
-    capacity: int
-    num_envs: int
-    blocks: list[tuple[list[list[bool]], list[int] | None]]
-
-    def write(self, buffer: Any) -> RingOracle:
-        """Writes it all into the buffer; returns the model of what must be there."""
-        oracle = RingOracle(self.capacity, self.num_envs)
-        for done, lanes in self.blocks:
-            write(buffer, oracle, done, lanes)
-        return oracle
-
-
-def one_lane(capacity: int, *blocks: list[bool]) -> History:
-    return History(capacity, 1, [([block], None) for block in blocks])
-
-
-HISTORIES = {
-    "before wrap-around": one_lane(30, episode_flags([5, 1, 7], unfinished=4)),
-    "just full": one_lane(13, episode_flags([5, 1, 7])),
-    "wrapped": one_lane(17, *[episode_flags([4, 6, 3], unfinished=2)] * 4),
-    "wrapped step by step": one_lane(11, *[[flag] for flag in episode_flags([4, 1, 6, 3, 2], 3)]),
-    "episode longer than the ring": one_lane(8, episode_flags([3, 30])),
-    "unfinished and longer than the ring": one_lane(8, episode_flags([3], unfinished=30)),
-    "episode as long as the ring": one_lane(6, episode_flags([2, 6])),
-    "episode as long as the ring, then more": one_lane(6, episode_flags([6, 6]), [False] * 2),
-    "one place": one_lane(1, episode_flags([2, 1, 3])),
-    "lanes": History(
-        26,
-        3,
-        [
-            ([episode_flags([5], 2), episode_flags([2, 4], 1), episode_flags([1, 6])], None),
-            ([episode_flags([3], 2), episode_flags([5]), episode_flags([4, 1])], None),
-        ],
-    ),
-    "lanes of unequal fill": History(
-        24,
-        2,
-        [
-            ([episode_flags([3], 2), episode_flags([], 5)], None),
-            ([episode_flags([2, 2])], [1]),
-            ([[False], [True]], None),
-        ],
-    ),
-    "a lane wrapped, the others not": History(
-        24, 3, [([[False]] * 3, None), ([episode_flags([4, 6], 3)], [1]), ([[True]] * 3, None)]
-    ),
-}

@@ -4,10 +4,10 @@ import builtins
 
 import pytest
 from disk.rows import found, make, write
-
-from trl_storages import ReplayStorage
 from trl_storages.disk import words
 from trl_storages.saved import files
+
+from trl_storages import ReplayStorage
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from goal_data import achieved_goals, distance_reward, episode_flags, goal_trans
 from oracles import RingOracle
 from scipy import stats
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from trl_storages.rows import PackedStorage
 
 from trl_storages.replay import ReplayStorage
-from trl_storages.rows import PackedStorage
 from trl_storages.samplers import HERSampler
 from trl_storages.transforms import GoalRelabel
 from trl_storages.writing import EpisodeWriter

@@ -33,7 +33,7 @@ from trl_storages.streams import FrameStack
 from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
 from trl_storages.writing import EpisodeWriter
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "EREReplayStorage",

@@ -7,7 +7,7 @@ import numba
 import numpy as np
 import pytest
 
-from trl_storages.kernels.host import compiling
+from trl_storages.kernels import compile
 
 compiles = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="looks at what is compiled")
 
@@ -20,9 +20,9 @@ def double(tmp_path, monkeypatch):
     def loop(values):
         return 2 * values[0]
 
-    compiling._warn_of_no_cache.cache_clear()
-    yield lambda: compiling.compiled(loop)
-    compiling._warn_of_no_cache.cache_clear()
+    compile._warn_of_no_cache.cache_clear()
+    yield lambda: compile.loop(loop)
+    compile._warn_of_no_cache.cache_clear()
 
 
 @compiles

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-
-from trl_storages.kernels import device, host
 from trl_storages.kernels.tables import ABSENT, level_starts
 from trl_storages.ring import EpisodeIndex
+
+from trl_storages.kernels import device, host
 
 BACKENDS = {"host": host, "device": device}
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)

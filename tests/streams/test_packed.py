@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trl_storages.streams import Block, DeviceRows, FrameStack
-from trl_storages.streams.packed import PackedStorage
+from trl_storages import FrameStack, PackedStorage
+from trl_storages.streams import Block, DeviceRows
 
 F32 = torch.float32
 FIELDS = {

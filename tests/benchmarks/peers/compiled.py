@@ -26,7 +26,7 @@ from tests.benchmarks.data import (
 )
 from tests.benchmarks.peers.ours import goal_reward
 from tests.benchmarks.peers.raw import Raw
-from trl_storages.kernels.host.compiling import compiled, inlined, prefetch
+from trl_storages.kernels.compile import inlined, loop, prefetch
 
 TITLE = "compiled function"
 FAN_OUT = 8
@@ -249,7 +249,7 @@ WORKS = {
 }
 
 
-@compiled
+@loop
 def append(
     table: np.ndarray,
     episode: np.ndarray,
@@ -289,14 +289,14 @@ def below(noise: int, bound: int) -> int:
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
 
 
-@compiled
+@loop
 def draw(noise: np.ndarray, num_rows: int, slots: np.ndarray) -> None:
     """Draws `[B]` slots from `[B]` noise."""
     for i in range(len(slots)):
         slots[i] = below(noise[i], num_rows)
 
 
-@compiled
+@loop
 def see(
     table: np.ndarray,
     words: np.ndarray,
@@ -379,7 +379,7 @@ def see(
                     out_words[i, target + word] = words[goals[i], achieved_word + word]
 
 
-@compiled
+@loop
 def fold(rewards: np.ndarray, length: np.ndarray, discount: float, out: np.ndarray) -> None:
     """Sums discounted `[n, B]` rewards into `[B]`."""
     for i in range(len(length)):
@@ -390,7 +390,7 @@ def fold(rewards: np.ndarray, length: np.ndarray, discount: float, out: np.ndarr
         out[i] = total
 
 
-@compiled
+@loop
 def sum_before(tree: np.ndarray, starts: np.ndarray, leaf: int) -> float:
     """Sums the weights of all leaves before one."""
     total = 0.0
@@ -401,7 +401,7 @@ def sum_before(tree: np.ndarray, starts: np.ndarray, leaf: int) -> float:
     return total
 
 
-@compiled
+@loop
 def draw_leaves(
     tree: np.ndarray,
     starts: np.ndarray,
@@ -456,7 +456,7 @@ def draw_leaves(
         weights[i] = tree[starts[-1] + leaves[i]]
 
 
-@compiled
+@loop
 def set_leaves(
     tree: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
 ) -> None:
