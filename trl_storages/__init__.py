@@ -20,7 +20,7 @@ from trl_storages.recipes import (
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.replay import ReplayStorage
+from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
 from trl_storages.samplers import (
     EpisodeSequence,
     ERESampler,
@@ -53,6 +53,7 @@ __all__ = [
     "PackedStorage",
     "PrioritizedReplayStorage",
     "ReplayStorage",
+    "ReplayStorageEnsemble",
     "ReplayTransform",
     "ReturnImprovementEta",
     "UniformReplayStorage",

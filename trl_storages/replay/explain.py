@@ -13,7 +13,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import keys
 from trl_storages.arguments import counted
-from trl_storages.ring import EpisodeIndex
+from trl_storages.index import EpisodeIndex
 
 __all__ = ["Explanation", "explain"]
 

@@ -355,6 +355,18 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             batch, info = self._sample(batch_size)
         return (batch, info) if return_info else batch
 
+    def sample_share(self, batch_size: int) -> TensorDictBase:
+        """Draws a part of a larger batch: not drawn ahead, its importance weights not normalised."""
+        sampler = self._prioritized
+        with self._replay_lock, self._write_lock:
+            if sampler is None:
+                return self._sample(batch_size)[0]
+            normalize, sampler.normalize = sampler.normalize, "none"
+            try:
+                return self._sample(batch_size)[0]
+            finally:
+                sampler.normalize = normalize
+
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
         storage, parts = self._storage, parts_of(self._transform)
         self._check_goals(parts)
