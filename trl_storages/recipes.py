@@ -1,12 +1,13 @@
 """Ready-made storages: choose one, give it the spaces of an environment, write and sample.
 
-Those that draw single rows differ only in their defaults: each takes every keyword, in any combination.
+Those that draw single rows take every keyword, in any combination, and differ in their defaults:
+`UniformReplayStorage` documents the keywords and puts the parts together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partialmethod, wraps
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,16 +22,14 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.callers import warn_caller
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.streams.frames import FrameStack, stacked_observations
 from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
-from trl_storages.writing import choices_of, transition_fields
-from trl_storages.writing.recorder import Recorder
-from trl_storages.writing.writer import EpisodeWriter
+from trl_storages.writing import EpisodeWriter, Recorder, choices_of, transition_fields
+from trl_storages.writing.fields import InfoKeys
 
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, Self
@@ -61,10 +60,13 @@ _SYNONYMS = {
     "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
     "sample_unit": "batch_length sample_sequence_length seq_len sequence_length slice_len",
     "seed": "random_seed",
-    "share_next": "ignore_obs_next next_of optimize_memory_usage",
     "storage_size": "buffer_size capacity max_capacity max_length max_size replay_capacity size",
     "strategy": "goal_selection_strategy",
 }
+
+AnySpace: TypeAlias = "Space[Any] | TensorSpec"
+#: Key -> (dtype, shape). Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]`.
+Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
 
 
 def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
@@ -81,49 +83,71 @@ def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
     return made
 
 
-_DEFAULT_SIZE = 1_000_000
-AnySpace: TypeAlias = "Space[Any] | TensorSpec"
+def _with(make: Callable[Options, None], **defaults: Any) -> Callable[Options, None]:
+    """Returns a constructor with other defaults."""
+    return partialmethod(make, **defaults)  # type: ignore[return-value]
 
 
 def _given(scope: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a constructor, of its local names."""
-    return {name: value for name, value in scope.items() if name != "self"}
+    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
 
 
 class UniformReplayStorage(ReplayStorage):
     """Stores transitions of an environment and draws them uniformly.
 
-    The spaces fix the layout of the rows, so even a first write that does not fit raises. Further
-    entries added by a collector or policy are dropped.
+    The spaces fix the layout of the rows, so even a first write that does not fit raises. Stored are
+    the observation (the entries of a dict space under their own names, any other space as
+    `observation`) at the root and under `next`, `action`, and `reward`, `done`, `terminated` and
+    `truncated` under `next`. Further entries added by a collector or policy are dropped.
 
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments.
-        num_envs: E, number of environments that are played side by side.
+        storage_size: total number of transitions, over all environments, equally many of each.
+        num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
+            a collector's workers write by themselves (`replay_buffer=`) and play several each.
         batch_size: B, transitions per batch.
         device: where the rows and batches are.
+        path: directory of the rows, which outlive the process; if it holds rows, writing and sampling
+            continue from them. None keeps rows in memory.
+        mode: "r+" writes to `path`; "r" reads what it holds, while another process may be writing.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
-        alpha: priority exponent; 0 draws without priorities.
+        alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
         beta: exponent of the importance weights.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
         c_min: the smallest window of recent rows.
         sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
-        transform: applied to batches last.
+        transform: applied to each batch, after hindsight and n-step returns.
         frame_stack: k, if observations are stacks of the k newest frames along their first or last
-            dimension; or the `FrameStack` of each by key.
-        extra_fields: key -> (dtype, shape) of further entries, such as hidden states. `record` takes them
-            from the infos.
-        info_keys: entries of gymnasium's infos to store as well: keys, whose first write fixes dtype and
-            shape, or a mapping from key to space.
-        autoreset_mode: `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for loops that reset
-            themselves. Several environments need it.
-        on_gap: "cut" ends an episode where the next row does not continue it, and warns once; "ignore"
-            takes rows as they come.
-        max_entries: room for observations; see `PackedStorage`.
+            dimension: each frame is stored once, and batches contain the stacks. A mapping from key to
+            `FrameStack` selects the entries.
+        extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
+            log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
+            it. That of `("next", "reward")` is in the place of (float32, [1]).
+        info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
+            first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
+            the infos' `force`, stored where TorchRL's info readers put it.
+        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
+            loops that reset themselves. `record` of several environments needs it.
+        on_gap: what to do if a step's observation is not the next observation of the previous step in
+            its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
+        max_entries: room for observations, over all environments; see `PackedStorage`.
+        fresh: whether to discard what `path` holds.
         prefetch: number of batches to draw ahead in a background thread.
-        seed: of the draws; None uses torch's default generator.
+        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
+        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend_options: `remote_config` and `ray_init_config` of that actor.
+
+    `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
+    `num_goals` and `strategy`, read and set the parameters of its parts, from the next draw on; batches
+    already prefetched keep the old values.
+
+    Raises:
+        ValueError: `storage_size` is smaller than `2 * num_envs`; an option is out of range; or a field
+            has a name that sampling sets in batches, such as `index`.
+        TypeError: a space is not supported, or an option has the wrong type.
 
     >>> import gymnasium
     >>> env = gymnasium.make("CartPole-v1")
@@ -136,13 +160,16 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
+    # Draws goals, and writes them; set by what has them.
+    _goals: tuple[HERSampler, GoalRelabel] | None = None
+
     @_without_synonyms
     def __init__(
         self,
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
-        storage_size: int = _DEFAULT_SIZE,
+        storage_size: int = 1_000_000,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
@@ -155,74 +182,48 @@ class UniformReplayStorage(ReplayStorage):
         eta: float = 1.0,
         c_min: int = 5000,
         sample_unit: Any = None,
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
         autoreset_mode: AutoresetMode | str | None = None,
         on_gap: str = "cut",
         max_entries: int | None = None,
+        fresh: bool = False,
         prefetch: int = 0,
         seed: int | None = None,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(**_given(locals()))
-
-    def _build(
-        self,
-        observation_space: AnySpace,
-        action_space: AnySpace,
-        *,
-        storage_size: int,
-        num_envs: int,
-        batch_size: int,
-        device: torch.device | str,
-        path: str | Path | None,
-        mode: str,
-        n_step: int = 1,
-        discount: float = 0.99,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        eta: float = 1.0,
-        c_min: int = 5000,
-        sample_unit: Any = None,
-        transform: Transform | None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any],
-        autoreset_mode: AutoresetMode | str | None,
-        on_gap: str,
-        max_entries: int | None,
-        prefetch: int,
-        seed: int | None,
-        goals: tuple[HERSampler, GoalRelabel] | None = None,
-    ) -> None:
-        """Makes the parts of what the constructor of a recipe was given."""
-        if mode != "r+" and path is None:
+        arguments.choice("mode", mode, ("r+", "r"))
+        if path is not None or fresh or service_backend is not None:
+            raise NotImplementedError(
+                "rows are kept in memory: leave path and service_backend out."
+            )
+        if mode != "r+":
             raise ValueError(f"mode={mode!r} must be of a directory, got path=None.")
-        if path is not None:
-            raise NotImplementedError("rows are not kept in directories yet: leave path out.")
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
-        if (rest := size % num_envs) and size != _DEFAULT_SIZE:
-            warn_caller(
-                f"storage_size={size} is not a multiple of num_envs={num_envs}: {size - rest} "
-                "transitions are kept, equally many of each environment."
-            )
+        seed = arguments.optional(arguments.integer, "seed", seed)
         fields, stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
         sampler: Any = PERSampler(size, alpha, beta) if alpha else UniformSampler()
         if eta != 1:
             sampler = ERESampler(eta, c_min, base=sampler)
-        transforms = [NStep(n_step, discount)] if n_step != 1 else []
-        if goals is not None:
-            goals[0].base = sampler
-            sampler, transforms = goals[0], [goals[1], *transforms]
+        transforms: list[Any] = [NStep(n_step, discount)] if n_step != 1 else []
+        if self._goals is not None:
+            hindsight, relabel = self._goals
+            hindsight.base, sampler = sampler, hindsight
+            transforms = [relabel, *transforms]
         transforms += [] if transform is None else [transform]
-        ReplayStorage.__init__(
-            self,
+        super().__init__(
             storage=PackedStorage(
-                size, num_envs=num_envs, device=device, fields=stored, max_entries=max_entries
+                size,
+                num_envs=num_envs,
+                device=arguments.device("device", device),
+                fields=stored,
+                max_entries=max_entries,
             ),
             sampler=sampler,
             writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
@@ -247,10 +248,17 @@ class UniformReplayStorage(ReplayStorage):
         Args:
             env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well;
                 or a TorchRL environment, batched or not.
-            **options: as in the constructor.
+            **options: as in the constructor. `reward_fn` for hindsight must be passed, as it may be a
+                custom function.
 
         Raises:
-            TypeError: it is not an environment.
+            TypeError: it is not an environment, or an option is unknown.
+            ValueError: as in the constructor.
+
+        >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+        >>> storage = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
+        >>> storage.episodes.num_envs
+        2
         """
         known: dict[str, Any] = {}
         match env:
@@ -271,46 +279,29 @@ class UniformReplayStorage(ReplayStorage):
 def _fields(
     observation_space: AnySpace,
     action_space: AnySpace,
-    frame_stack: Any,
-    extra_fields: Mapping[Any, Any],
-    info_keys: Any,
+    frame_stack: int | Mapping[Any, FrameStack] | None,
+    extra_fields: Fields,
+    info_keys: InfoKeys,
 ) -> tuple[dict[Any, Any], dict[Any, Any], list[NestedKey]]:
     """Returns the fields that `record` knows, all that are stored (None is yet unknown), and infos."""
     fields = transition_fields(observation_space, action_space, info_keys)
     infos = arguments.keys("info_keys", info_keys)
-    stored = {**dict.fromkeys(infos), **fields}
+    stacks = stacked_observations(frame_stack, fields, infos)
+    what = "a mapping from key to (dtype, shape)"
     further = {
         arguments.key("extra_fields", key): (dtype, torch.Size(shape))
-        for key, (dtype, shape) in extra_fields.items()
+        for key, (dtype, shape) in arguments.mapping("extra_fields", extra_fields, what).items()
     }
-    if taken := {*further} & {*stored} - {keys.REWARD}:
+    if taken := {*further} & {*infos, *fields} - {keys.REWARD}:
         raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
-    stored |= further
+    fields |= further
+    # The first write fixes the layout of infos without a space.
+    stored: dict[Any, Any] = {**dict.fromkeys(infos), **fields}
     for key in stored:
         keys.check_storable(key)
-    for key, stack in _stacks(frame_stack, fields, infos).items():
+    for key, stack in stacks.items():
         stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
-    infos += [key for key in further if key != keys.REWARD]
-    return {**fields, **further}, stored, infos
-
-
-def _stacks(
-    frame_stack: Any, fields: Mapping[Any, Any], infos: list[NestedKey]
-) -> Mapping[NestedKey, FrameStack]:
-    """Returns which observations are stacks.
-
-    Raises:
-        KeyError, TypeError, ValueError: `frame_stack` names no observations, or is not that of theirs.
-    """
-    if not isinstance(frame_stack, Mapping):
-        found = stacked_observations(frame_stack, fields, infos)
-        return {key: FrameStack(stack.num_frames, stack.dim) for key, stack in found.items()}
-    for key, stack in frame_stack.items():
-        arguments.instance("frame_stack", stack, FrameStack)
-        if key in infos or key not in fields or keys.next_key(key) not in fields:
-            raise KeyError(f"frame_stack must name observations, got {key!r}.")
-        stack.frame_shape(fields[key][1])
-    return frame_stack
+    return fields, stored, [*infos, *(key for key in further if key != keys.REWARD)]
 
 
 class NStepReplayStorage(UniformReplayStorage):
@@ -322,42 +313,13 @@ class NStepReplayStorage(UniformReplayStorage):
     (5, 0.9)
     """
 
-    @_without_synonyms
-    def __init__(
-        self,
-        observation_space: AnySpace,
-        action_space: AnySpace,
-        *,
-        storage_size: int = _DEFAULT_SIZE,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: str = "r+",
-        n_step: int = 3,
-        discount: float = 0.99,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        eta: float = 1.0,
-        c_min: int = 5000,
-        sample_unit: Any = None,
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: str = "cut",
-        max_entries: int | None = None,
-        prefetch: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        self._build(**_given(locals()))
+    __init__ = _with(UniformReplayStorage.__init__, n_step=3)
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
     """Draws transitions by priority; `update_tensordict_priority(batch)` sets them from `td_error`.
 
-    Keywords as in `UniformReplayStorage`.
+    Keywords as in `UniformReplayStorage`, with alpha = 0.6 by default.
 
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
 
@@ -370,40 +332,13 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     >>> storage.update_tensordict_priority(batch)
     """
 
-    @_without_synonyms
-    def __init__(
-        self,
-        observation_space: AnySpace,
-        action_space: AnySpace,
-        *,
-        storage_size: int = _DEFAULT_SIZE,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: str = "r+",
-        n_step: int = 1,
-        discount: float = 0.99,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        eta: float = 1.0,
-        c_min: int = 5000,
-        sample_unit: Any = None,
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: str = "cut",
-        max_entries: int | None = None,
-        prefetch: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        self._build(**_given(locals()))
+    __init__ = _with(UniformReplayStorage.__init__, alpha=0.6)
 
 
 class EREReplayStorage(UniformReplayStorage):
-    """Emphasises recent experience within phases of updates; keywords as in `UniformReplayStorage`.
+    """Emphasises recent experience within phases of updates; see `ERESampler`.
+
+    Keywords as in `UniformReplayStorage`, with eta = 0.996 by default.
 
     Reference: Wang & Ross 2019, arXiv:1906.04009.
 
@@ -413,56 +348,40 @@ class EREReplayStorage(UniformReplayStorage):
     (0.99, 100)
     """
 
-    @_without_synonyms
-    def __init__(
-        self,
-        observation_space: AnySpace,
-        action_space: AnySpace,
-        *,
-        storage_size: int = _DEFAULT_SIZE,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: str = "r+",
-        n_step: int = 1,
-        discount: float = 0.99,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        eta: float = 0.996,
-        c_min: int = 5000,
-        sample_unit: Any = None,
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: str = "cut",
-        max_entries: int | None = None,
-        prefetch: int = 0,
-        seed: int | None = None,
-    ) -> None:
-        self._build(**_given(locals()))
+    __init__ = _with(UniformReplayStorage.__init__, eta=0.996)
 
 
 class HERReplayStorage(UniformReplayStorage):
     """Hindsight experience replay: relabels most drawn transitions with an achieved goal.
 
+    All other keywords as in `UniformReplayStorage`.
+
     Args:
         observation_space: a dict space or spec with `achieved_goal` and `desired_goal`.
         action_space: as in `UniformReplayStorage`.
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], infos) -> [B]` or `[B, 1]`, as in
-            `GoalRelabel`; `gym_reward(env)` for the environment's own.
+            `GoalRelabel`; `gym_reward(env)` for the environment's own. `infos` holds `info_keys`.
         terminated_fn: the same, returning bool; None leaves the flags as stored.
         strategy: "future", "final", "episode", "random", "geometric" or "current", or a mixture such as
-            `{"future": 0.7, "random": 0.3}`; geometric goals are discounted by `discount`.
+            `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are discounted by
+            `discount`.
         num_goals: k, relabelled transitions per one left as stored.
-        **options: as in `UniformReplayStorage`.
 
     Raises:
         KeyError: the observation space has no `achieved_goal` or `desired_goal`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
+
+    >>> import gymnasium
+    >>> from trl_storages import gym_reward
+    >>> env = gymnasium.make("BitFlipping-v0", n_bits=4)
+    >>> spaces = env.observation_space, env.action_space
+    >>> storage = HERReplayStorage(*spaces, reward_fn=gym_reward(env), num_goals=4, batch_size=10)
+    >>> seen, _ = env.reset(seed=0)
+    >>> after, *outcome = env.step(1)
+    >>> _ = storage.record(seen, 1, *outcome, after)
+    >>> storage.sample()["her_mask"].sum()
+    tensor(8)
     """
 
     @_without_synonyms
@@ -475,7 +394,7 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: GoalFunction | None = None,
         strategy: Any = "future",
         num_goals: float = 4,
-        storage_size: int = _DEFAULT_SIZE,
+        storage_size: int = 1_000_000,
         num_envs: int = 1,
         batch_size: int = 256,
         device: torch.device | str = "cpu",
@@ -488,39 +407,41 @@ class HERReplayStorage(UniformReplayStorage):
         eta: float = 1.0,
         c_min: int = 5000,
         sample_unit: Any = None,
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
         autoreset_mode: AutoresetMode | str | None = None,
         on_gap: str = "cut",
         max_entries: int | None = None,
+        fresh: bool = False,
         prefetch: int = 0,
         seed: int | None = None,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         given = _given(locals())
+        for name in ("reward_fn", "terminated_fn", "strategy", "num_goals"):
+            del given[name]
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
         if missing:
             raise KeyError(
-                f"observation_space must be a dict with {missing} for hindsight; it has {there}."
+                f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
+                "dataset, from_arrays(..., goal_fn=...) works goals out."
             )
         sampler = HERSampler(strategy, num_goals)
         sampler.discount = discount
-        relabel = GoalRelabel(
-            reward_fn,
-            terminated_fn=terminated_fn,
-            info_keys=arguments.keys("info_keys", info_keys),
-        )
-        for name in ("reward_fn", "terminated_fn", "strategy", "num_goals"):
-            del given[name]
-        self._build(**given, goals=(sampler, relabel))
+        infos = arguments.keys("info_keys", info_keys)
+        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
+        self._goals = sampler, relabel
+        super().__init__(**given)
 
 
 class EpisodeReplayStorage(UniformReplayStorage):
     """Draws whole episodes: `sample(n)` is `sample_episodes(n)`.
 
-    Keywords as in `UniformReplayStorage`, but for those of single rows.
+    Keywords as in `UniformReplayStorage`, without those of single rows; `batch_size` counts episodes.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
@@ -536,23 +457,26 @@ class EpisodeReplayStorage(UniformReplayStorage):
         observation_space: AnySpace,
         action_space: AnySpace,
         *,
-        storage_size: int = _DEFAULT_SIZE,
+        storage_size: int = 1_000_000,
         num_envs: int = 1,
         batch_size: int = 16,
         device: torch.device | str = "cpu",
         path: str | Path | None = None,
         mode: str = "r+",
-        transform: Transform | None = None,
-        frame_stack: int | Mapping[NestedKey, FrameStack] | None = None,
-        extra_fields: Mapping[Any, tuple[torch.dtype, Sequence[int]]] | None = None,
-        info_keys: Sequence[NestedKey] | Mapping[Any, Any] = (),
+        transform: Transform | Callable[..., Any] | None = None,
+        frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        extra_fields: Fields | None = None,
+        info_keys: InfoKeys = (),
         autoreset_mode: AutoresetMode | str | None = None,
         on_gap: str = "cut",
         max_entries: int | None = None,
+        fresh: bool = False,
         prefetch: int = 0,
         seed: int | None = None,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._build(**_given(locals()))
+        super().__init__(**_given(locals()))
 
     def extend(self, tensordicts: TensorDictBase, **options: Any) -> torch.Tensor:
         """Writes steps, such as a whole episode.

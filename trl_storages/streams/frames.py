@@ -101,8 +101,8 @@ def stacked_observations(
     if isinstance(frame_stack, Mapping):
         if missing := [key for key in frame_stack if key not in there]:
             raise KeyError(f"frame_stack must name observations, one of {there}, got {missing}.")
-        for stack in frame_stack.values():
-            arguments.instance("frame_stack", stack, FrameStack)
+        for key, stack in frame_stack.items():
+            arguments.instance("frame_stack", stack, FrameStack).frame_shape(fields[key][1])
         return {**frame_stack}
     frame_stack = arguments.integer("frame_stack", frame_stack, at_least=2)
     found: dict[NestedKey, FrameStack] = {}
