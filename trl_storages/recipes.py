@@ -205,6 +205,7 @@ class UniformReplayStorage(ReplayStorage):
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
+        n_step = arguments.integer("n_step", n_step, at_least=1)
         fields, stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.replay_buffers import ReplayBuffer
+from torchrl.data.replay_buffers.sample_units import SampleUnit
 from torchrl.envs.transforms import Transform
 
 from trl_storages import arguments, keys
@@ -75,6 +76,8 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        arguments.optional(arguments.function, "transform", transform, "of a batch")
+        arguments.optional(arguments.instance, "sample_unit", sample_unit, SampleUnit)
         writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
         super().__init__(
             storage=storage,
