@@ -74,11 +74,11 @@ def check_rows(storage: ReplayStorage) -> None:
     storage.validate()
     # Other processes may be writing.
     with storage._replay_lock, storage._write_lock:
-        slots = storage.episodes.slots_by_age(torch.arange(len(storage.episodes)))
-        where = storage.storage.read(slots, ["observation", ("next", "observation")])
+        slots = storage.episodes.live_slots()
+        where = storage[slots]
         goes_on = storage.episodes.ahead(slots) > 0
-        following = storage.episodes.shift(slots[goes_on], 1)
-        continued = storage.storage.read(following, ["observation"])["observation"]
+        following = storage.episodes.shift(slots[goes_on], torch.ones(int(goes_on.sum())).long())
+        continued = storage[following]["observation"]
     before, after = where["observation"], where["next", "observation"]
     one_step = torch.tensor([0, 0, 1])
     assert torch.equal(after, before + one_step)

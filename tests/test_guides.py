@@ -190,7 +190,7 @@ def test_data_and_steps_online_make_batches_of_both(guide):
 # Pixels, of which each frame is stored once.
 
 
-def test_frames_stored_once_teach_what_plain_stacks_teach(guide, capsys):
+def test_frames_stored_once_teach_what_plain_stacks_teach(guide):
     pixels = guide("pixels")
     budget = pixels.Budget(steps=120, before=60, every=6)
     found = {}
@@ -200,10 +200,6 @@ def test_frames_stored_once_teach_what_plain_stacks_teach(guide, capsys):
         rate = pixels.train(agent, 3, budget, curve)
         found[agent] = rate, curve, torch.rand(3).tolist()
     assert found["frames"] == found["plain"]
-    sizes = [
-        int(line.split()[-4].replace(",", "")) for line in capsys.readouterr().out.splitlines()
-    ]
-    assert sizes[9] < 0.15 * sizes[19]
 
 
 def test_shifts_move_all_frames_of_a_stack_alike(guide):

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 PART = [
     "tests/test_functional_returns.py",
     "tests/contract/test_rows.py",
-    "tests/test_steps.py",
     "tests/test_package.py",
     "tests/test_architecture.py",
     "tests/test_project.py",

@@ -1,12 +1,12 @@
 """Learns from stacks of 84 x 84 pixel frames, each frame stored once: DQN with DrQ's random shifts.
 
     python tutorials/pixels.py                    # each frame is stored once
-    python tutorials/pixels.py --plain            # eight times, as written: gives the same results
+    python tutorials/pixels.py --plain            # four times, in whole stacks: gives the same results
 
 A ball falls at an angle and bounces off the walls, and a bat must be below it when it lands. A single
 frame does not show where the ball is heading, so the agent sees the newest four, and a transition has
-two such stacks: 56 kB. With `frame_stack=` and `share_next=` a row holds one frame, and batches are
-bit-identical. Each drawn stack is shifted by up to four pixels, all of its frames alike.
+two such stacks: 56 kB. With `frame_stack=` a row takes one frame, and batches are bit-identical. Each
+drawn stack is shifted by up to four pixels, all of its frames alike.
 
 Reference: Kostrikov et al. 2020, Image Augmentation Is All You Need, arXiv:2004.13649; Yarats et al.
 2021, Mastering Visual Continuous Control, arXiv:2107.09645.
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trl_storages import NStepReplayStorage
 
 # How stacks are stored. Results are reported for the first; the second gives the same ones.
-STORED: dict[str, Any] = {"frames": {"frame_stack": 4, "share_next": True}, "plain": {}}
+STORED: dict[str, Any] = {"frames": {"frame_stack": 4}, "plain": {}}
 AGENTS, AT_LEAST = ("frames",), {"frames": 0.60}  # chance catches 0.3
 AT_MOST: dict[str, float] = {}
 SIDE, CELLS, SHIFT, N_STEP, DISCOUNT, BATCH_SIZE = 84, 12, 4, 3, 0.95, 32
@@ -142,8 +142,7 @@ def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = Non
             learner.update(storage.sample())
         if curve is not None and step % (budget.steps // 10) == 0:
             curve.append(float(np.mean(caught[-50:])))
-            size = storage.storage.row_nbytes + storage.storage.side_nbytes / len(storage)
-            print(f"{step:>6} steps: {curve[-1]:.2f} are caught, {size:,.0f} bytes a step")
+            print(f"{step:>6} steps: {curve[-1]:.2f} are caught")
     return share_caught(learner, 10_000 * (seed + 1))
 
 

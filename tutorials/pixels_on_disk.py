@@ -125,10 +125,9 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
         batch_size=64,
         n_step=3,
         frame_stack=FRAMES,
-        share_next=True,
         path=path,
     )
-    print(f"{len(storage)} steps were there already, {storage.storage.row_nbytes} bytes each")
+    print(f"{len(storage)} steps were there already")
     batches = iter(
         storage.loader(
             arguments.workers,
