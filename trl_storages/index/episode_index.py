@@ -20,16 +20,21 @@ from trl_storages.kernels.streams import CURSOR, CUT, DONE, GOES_ON, TAIL
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
 
 _NO_STEPS = np.empty(0)
+_NO_SLOTS = np.empty(0, np.int64)
 #: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
 _LEAST_SLACK = 64
 
 
 class Seen(NamedTuple):
-    """What somebody has seen of an index."""
+    """What somebody has seen of an index: its epoch, and the words of its lanes."""
 
     epoch: int
-    cursors: np.ndarray
-    tails: np.ndarray
+    words: bytes
+
+    @property
+    def lanes(self) -> np.ndarray:
+        """`[E, 2]` cursors and tails."""
+        return np.frombuffer(self.words, np.int64).reshape(-1, 2)
 
 
 class Changes(NamedTuple):
@@ -106,6 +111,9 @@ class EpisodeIndex:
         self.where: np.ndarray = tables["where"]
         self.episode: np.ndarray = tables["episode"]
         self.ends: np.ndarray = tables["ends"]
+        #: `[E]` steps ever written, and the oldest live step of each lane.
+        self.cursors: np.ndarray = self._lanes[:, CURSOR]
+        self.tails: np.ndarray = self._lanes[:, TAIL]
 
     def table_shapes(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
         """Returns the dtype and the shape of each table by name."""
@@ -127,14 +135,9 @@ class EpisodeIndex:
         return self.num_envs * self.steps_per_lane
 
     @property
-    def cursors(self) -> np.ndarray:
-        """`[E]` steps ever written."""
-        return self._lanes[:, CURSOR]
-
-    @property
-    def tails(self) -> np.ndarray:
-        """`[E]` the oldest live step of each lane."""
-        return self._lanes[:, TAIL]
+    def epoch(self) -> int:
+        """How often the index began anew."""
+        return int(self._epoch[0])
 
     @property
     def fill(self) -> np.ndarray:
@@ -142,7 +145,7 @@ class EpisodeIndex:
         return self.cursors - self.tails
 
     def __len__(self) -> int:
-        return int(self.fill.sum())
+        return int((self.cursors - self.tails).sum())
 
     @property
     def is_full(self) -> bool:
@@ -182,25 +185,19 @@ class EpisodeIndex:
 
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""
-        now = Seen(int(self._epoch[0]), self.cursors.copy(), self.tails.copy())
-        if seen is None:
-            seen = Seen(now.epoch, now.tails, now.tails)
-        elif (
-            seen.epoch == now.epoch
-            and np.array_equal(seen.cursors, now.cursors)
-            and np.array_equal(seen.tails, now.tails)
-        ):
+        now = Seen(int(self._epoch[0]), self._lanes.tobytes())
+        if seen == now:
             return None, now
+        lanes = now.lanes
+        cursors, tails = lanes[:, CURSOR], lanes[:, TAIL]
+        if seen is None:
+            return Changes(_NO_SLOTS, self._slots(tails, cursors)), now
+        before, oldest = seen.lanes[:, CURSOR], seen.lanes[:, TAIL]
         if seen.epoch != now.epoch:
-            changes = Changes(
-                self._slots(seen.tails, seen.cursors), self._slots(now.tails, now.cursors)
-            )
-        else:
-            kept = np.minimum(seen.cursors, now.tails)
-            begin = np.maximum(seen.cursors, now.tails)
-            # Not more than a lane: who was away for long must not go through what he missed.
-            changes = Changes(self._slots(seen.tails, kept), self._slots(begin, now.cursors))
-        return changes, now
+            return Changes(self._slots(oldest, before), self._slots(tails, cursors)), now
+        # Not more than a lane: who was away for long must not go through what he missed.
+        gone = self._slots(oldest, np.minimum(before, tails))
+        return Changes(gone, self._slots(np.maximum(before, tails), cursors)), now
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Lists the slots of steps `firsts` to `ends` of each lane."""
@@ -259,8 +256,9 @@ class EpisodeIndex:
 
     def steps_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the step of its lane that each row is, `[B]` int64."""
-        newest = torch.from_numpy(self.cursors)[self.lanes_of(slots)] - 1
-        return newest - self.bounds(slots)[:, 3]
+        steps = np.empty(len(slots), np.int64)
+        draws.steps_of(self.tables, slots.numpy(), steps)
+        return torch.from_numpy(steps)
 
     def stale(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
@@ -274,8 +272,8 @@ class EpisodeIndex:
         return torch.from_numpy(found)
 
     def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the entry of each row, `[B]` int64."""
-        return torch.from_numpy(self.where[slots.numpy()])
+        """Returns the entry of each row, `[*B]` int64."""
+        return torch.from_numpy(self.where.take(slots.numpy()))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """Returns the slots `steps` later in their lanes, `[B]`; the caller stays among live rows."""

@@ -27,6 +27,7 @@ __all__ = [
     "sequences",
     "shift",
     "slots_between",
+    "steps_of",
     "window_of",
     "windows",
 ]
@@ -143,6 +144,20 @@ def shift(index: Any, slots: Any, steps: Any, out: Any) -> None:
     E, T = len(index[4]), index[5]
     for i in range(len(slots)):
         out[i] = moved(slots[i], steps[i], E, T)
+
+
+@loop
+def steps_of(index: Any, slots: Any, out: Any) -> None:
+    """Returns which step of its lane each row is."""
+    lanes, T = index[4], index[5]
+    E = len(lanes)
+    last_places = np.empty(E, np.int64)
+    for e in range(E):
+        last_places[e] = (lanes[e, CURSOR] - 1) % T
+    for i in range(len(slots)):
+        e = slots[i] // T if E > 1 else 0
+        ahead = last_places[e] - (slots[i] - e * T)
+        out[i] = lanes[e, CURSOR] - 1 - (ahead if ahead >= 0 else ahead + T)
 
 
 @loop

@@ -336,8 +336,8 @@ def take_frames(elements: Any, at: Any, start: int, k: int, out: Any) -> None:
 
 
 @loop
-def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, size: int) -> None:
-    """Copies a field of entries `at` `[B]` into one of gathered `rows`, where `mask` `[B]` says so.
+def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, firsts: Any, size: int) -> None:
+    """Copies a field of entries `at` `[B]` into some of gathered `rows`, where `mask` `[B]` says so.
 
     Args:
         elements: entries, viewed as words of the field.
@@ -345,7 +345,7 @@ def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, 
         start: where the field begins in an entry.
         mask: which rows.
         rows: `[B, *]`, viewed likewise.
-        first: where it goes in a row.
+        firsts: where it goes in a row.
         size: its number of words.
     """
     width = elements.shape[1] * elements.itemsize
@@ -353,8 +353,9 @@ def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, first: int, 
         if i + _AHEAD < len(at):
             prefetch(elements, at[i + _AHEAD] * width + start * elements.itemsize)
         if mask[i]:
-            for w in range(size):
-                rows[i, first + w] = elements[at[i], start + w]
+            for first in firsts:
+                for w in range(size):
+                    rows[i, first + w] = elements[at[i], start + w]
 
 
 @loop

@@ -6,6 +6,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,15 @@ _UNMARKED = np.empty((0, checks.NUM_WORDS), np.int64), np.empty(0, np.int64)
 _AHEAD = 1 << 20
 
 
+class _Elements(NamedTuple):
+    """A field, the entries as words of its size, its first word and its number of words."""
+
+    field: Field
+    words: np.ndarray
+    start: int
+    size: int
+
+
 class HostRows:
     """The entries of a storage in memory.
 
@@ -41,6 +51,7 @@ class HostRows:
         self._layout, self._index, self._arena = layout, index, arena
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
+        self._found: dict[NestedKey, _Elements] = {}
         self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
         entry_bytes = layout.entry_words * 8
@@ -123,26 +134,32 @@ class HostRows:
                     self._arena.give_back("marks", first * words, last * words)
         self._reserved = 0  # with what lies behind the streams
 
-    def _elements(self, field: Field) -> tuple[np.ndarray, int, int]:
-        """Returns the entries as words of a field, its first word and its number of words."""
+    def _elements(self, key: NestedKey) -> _Elements:
+        """Returns where the elements of a field are in the entries."""
+        field = self._layout.field(key)
         size = field.dtype.itemsize
         per_element = 2 if size == 16 else 1
-        return self._views[_WORDS[size]], field.start * per_element, field.size * per_element
+        words = self._views[_WORDS[size]]
+        start, count = field.start * per_element, field.size * per_element
+        found = self._found[key] = _Elements(field, words, start, count)
+        return found
 
     def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
-        field, k = self._layout.field(key), self._layout.frames
-        elements, start, _ = self._elements(field)
+        field, words, start, _ = self._found.get(key) or self._elements(key)
         at = places.reshape(-1).numpy()
         if field.is_next:
             at = at + 1
         if field.stack is None:
-            found, words = _new_words(field, len(at))
-            streams.take(elements, at, start, words)
-            return found.view(*places.shape, *field.shape)
-        found, words = _new_words(field, len(at), k)
-        streams.take_frames(elements, at, start, k, words)
-        return field.stack.stacks(found.view(*places.shape, k, *field.frame_shape), field.shape)
+            found = torch.empty(*places.shape, *field.shape, dtype=field.dtype)
+            out = found.view(len(at), field.size).view(torch.uint8).numpy().view(words.dtype)
+            streams.take(words, at, start, out)
+            return found
+        k = self._layout.frames
+        found = torch.empty(*places.shape, k, *field.frame_shape, dtype=field.dtype)
+        out = found.view(len(at), k, field.size).view(torch.uint8).numpy().view(words.dtype)
+        streams.take_frames(words, at, start, k, out)
+        return field.stack.stacks(found, field.shape)
 
     def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
@@ -177,12 +194,11 @@ class HostRows:
         if field.stack is not None:
             self._layout.fill_where(mask, targets, rows, self.take(field.key, places))
             return
-        elements, start, size = self._elements(field)
+        _, elements, start, size = self._found.get(field.key) or self._elements(field.key)
         at = places.numpy() + 1 if field.is_next else places.numpy()
         words = rows.numpy().view(elements.dtype)
-        for target in targets:
-            first = self._layout.row_byte(target) // elements.itemsize
-            streams.paste(elements, at, start, mask.numpy(), words, first, size)
+        firsts = np.array([self._layout.row_byte(it) // elements.itemsize for it in targets])
+        streams.paste(elements, at, start, mask.numpy(), words, firsts, size)
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`.
@@ -192,14 +208,8 @@ class HostRows:
         """
         if len(self.marked[0]):
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
-        field = self._layout.field(key)
-        elements, start, _ = self._elements(field)
-        copied, words = _new_words(field, len(places))
+        field, elements, start, _ = self._found.get(key) or self._elements(key)
+        copied = torch.empty(len(places), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
+        words = copied.view(torch.uint8).numpy().view(elements.dtype)
         streams.rewrite(elements, places.numpy(), start, words)
-
-
-def _new_words(field: Field, *shape: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Returns uninitialised values `[*shape, field.size]`, also as words that loops copy."""
-    values = torch.empty(*shape, field.size, dtype=field.dtype)
-    return values, values.view(torch.uint8).numpy().view(_WORDS[field.dtype.itemsize])

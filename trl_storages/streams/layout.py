@@ -203,6 +203,15 @@ class Layout:
             raise KeyError(f"the rows have no field {key!r}; they have {there}.")
         return found
 
+    def alike(self, key: NestedKey, others: Sequence[NestedKey]) -> list[Field] | None:
+        """Returns the fields of other keys if all are fields of the dtype and shape of `key`'s."""
+        one = self.field(key)
+        found = [it for it in map(self._by_key.get, others) if it is not None]
+        for it in found:
+            if it.dtype is not one.dtype or it.shape != one.shape:
+                return None
+        return found if len(found) == len(others) else None
+
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
         return field.at >= self.observation_words * _WORD
@@ -311,7 +320,9 @@ def nest(
     tensors = [*fields.values()]
     made: list[TensorDict] = []
     for node in _tree_of(tuple(fields), nested):
-        source: dict[str, Any] = {name: tensors[place] for name, place in node.leaves}
+        source: dict[str, Any] = dict(
+            zip(node.names, map(tensors.__getitem__, node.places), strict=True)
+        )
         for name, place in node.nested:
             source[name] = made[place]
         size = batch + node.further if node.further else batch
@@ -322,7 +333,8 @@ def nest(
 class _Node(NamedTuple):
     """The entries of a TensorDict: tensors and nested TensorDicts, by their places in two lists."""
 
-    leaves: Sequence[tuple[str, int]]
+    names: Sequence[str]
+    places: Sequence[int]
     nested: Sequence[tuple[str, int]]
     further: torch.Size
     """Batch dimensions beyond those of the outermost TensorDict."""
@@ -335,11 +347,11 @@ def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
     sizes, nodes = dict(nested), []
 
     def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
-        leaves = [(name, it) for name, it in entries.items() if isinstance(it, int)]
+        leaves = {name: it for name, it in entries.items() if isinstance(it, int)}
         below = [
             (name, add(it, (*path, name))) for name, it in entries.items() if isinstance(it, dict)
         ]
-        nodes.append(_Node(leaves, below, sizes.get(path, torch.Size([]))))
+        nodes.append(_Node([*leaves], [*leaves.values()], below, sizes.get(path, torch.Size([]))))
         return len(nodes) - 1
 
     add(tree, ())
