@@ -8,7 +8,7 @@ name, and not in a training run.
 - `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
 - `TensorGuards`: compares dtypes, shapes, strides and devices of several tensors in one call.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
-- `RayClient`, `DistributedClient`: what other processes call a storage in a Ray actor by.
+- `RayClient`: what other processes call a storage in a Ray actor by.
 """
 
 from typing import Any
@@ -17,11 +17,9 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 from torch._C._dynamo.guards import TensorGuards
-from torchrl.data.replay_buffers.ray_buffer import _LazyDistributedReplayClient as DistributedClient
 from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient as RayClient
 
 __all__ = [
-    "DistributedClient",
     "RayClient",
     "TensorGuards",
     "dispatch_td_nn_modules",

@@ -6,7 +6,10 @@ from typing import Any
 
 from trl_storages.attributes import Checked
 
-__all__ = ["Forwarded"]
+__all__ = ["PARAMETERS", "Forwarded"]
+
+#: The names of all parameters.
+PARAMETERS: set[str] = set()
 
 
 class Forwarded:
@@ -14,6 +17,7 @@ class Forwarded:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        PARAMETERS.add(name)
 
     def __get__(self, storage: Any, owner: type) -> Any:
         if storage is None:

@@ -21,6 +21,7 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.parameters import Forwarded
+from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.samplers import (
     HERSampler,
     OwnSampler,
@@ -97,6 +98,13 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         self._warned_batch_size_conflict = True
         if (prioritized := self._prioritized) is not None:
             prioritized._of(storage)
+
+    @classmethod
+    def _ServiceClass(  # noqa: N802  (TorchRL's name)
+        cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
+    ) -> StorageHandle:
+        arguments.choice("service_backend", service_backend, ("direct", "ray"))
+        return on_ray(cls, *args, options=service_backend_options, **options)
 
     # What there is
 

@@ -81,6 +81,13 @@ class Priorities:
         tree.renew(self.sums, self.starts, False)
         self._least = None
 
+    def by_slot(self) -> np.ndarray:
+        """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
+        self.catch_up()
+        found, live = np.full_like(self.raw, np.inf), self.index.live_slots().numpy()
+        found[live] = np.where(self.raw[live] > 0, self.raw[live], self.largest)
+        return found
+
     def ranges(self, window: int | None) -> np.ndarray:
         """Returns the leaves of the newest `window` steps of each lane, `[2, 2 E]`; None is all."""
         if window is None:

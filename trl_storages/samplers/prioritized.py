@@ -106,6 +106,13 @@ class PERSampler(OwnSampler):
             keys.PRIORITY_STAMP: storage.episodes.steps_of(slots),
         }
 
+    @property
+    def priorities(self) -> torch.Tensor:
+        """`[N]` float32 raw priorities by slot, inf where there is no row; a copy."""
+        if self._priorities is None:
+            return torch.full((self.max_capacity,), math.inf)
+        return torch.from_numpy(self._priorities.by_slot())
+
     def begin_anew(self) -> None:
         """Forgets all priorities: rows that are there count as new."""
         self._priorities = None
