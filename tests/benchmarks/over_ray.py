@@ -44,7 +44,7 @@ def ours(batch_size: int) -> tuple[type, dict[str, Any]]:
         "writer": EpisodeWriter,
         "sampler": partial(PERSampler, ROWS),
     }
-    return in_actor(ReplayStorage), {**options, "batch_size": batch_size}
+    return ReplayStorage, {**options, "batch_size": batch_size}
 
 
 def theirs(batch_size: int) -> tuple[type, dict[str, Any]]:
@@ -70,8 +70,9 @@ def milliseconds(call: Callable[[], Any]) -> float:
 
 def num_bytes_of_a_batch(kind: type, options: dict[str, Any]) -> int:
     """What an actor sends for `sample()`."""
+    kind = in_actor(kind) if issubclass(kind, ReplayStorage) else kind
     replay = kind(**options)
-    replay.extend(transitions(1000))
+    replay.extend(transitions(1, 1000))
     return num_bytes(replay.sample())
 
 
@@ -87,7 +88,7 @@ def main() -> None:
     ]
     batches = []
     for replay in replays:
-        replay.extend(transitions(1000))
+        replay.extend(transitions(1, 1000))
         batches.append(replay.sample())
         batches[-1]["td_error"] = torch.rand(arguments.batch_size)
     names = [["index", "priority_stamp", "td_error"], ["index", "td_error"]]
@@ -102,7 +103,7 @@ def main() -> None:
             for replay, batch in zip(replays, sent, strict=True)
         ]
     for steps in (1, 50, 1000):
-        data, name = transitions(steps), f"extend, {steps} steps"
+        data, name = transitions(1, steps), f"extend, {steps} steps"
         sizes[name] = [num_bytes(data)] * 2
         calls[name] = [partial(replay.extend, data) for replay in replays]
     print(f"{'call':>24} {'here':>24} {'TorchRL':>24}   median, least")

@@ -137,7 +137,7 @@ def hindsight(made: Streams, size: int) -> dict[str, Turn]:
     achieved, *desired = map(
         layout.field, (("next", "achieved_goal"), "desired_goal", ("next", "desired_goal"))
     )
-    starts = np.array([layout.row_byte(field) // 4 for field in desired])
+    starts = [layout.row_byte(field) // 4 for field in desired]
     entries = made.entries.view(np.uint32)
 
     def gather() -> None:
@@ -149,9 +149,10 @@ def hindsight(made: Streams, size: int) -> dict[str, Turn]:
         draws.goals(index.tables, slots, random[1], kinds, steps, goals)
         gather()
         at = index.where[goals] + 1  # its next achieved goal
-        kernels.paste(
-            entries, at, achieved.start, relabelled, out.view(np.uint32), starts, achieved.size
-        )
+        for start in starts:
+            kernels.paste(
+                entries, at, achieved.start, relabelled, out.view(np.uint32), start, achieved.size
+            )
 
     def anchors() -> None:
         noise.random_()

@@ -18,7 +18,7 @@ from trl_storages.directory.untrusted import MOST_BYTES, open_regular, parse_jso
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.layout import DTYPES, Layout
 
-__all__ = ["NAME", "ROWS", "Description", "damaged"]
+__all__ = ["NAME", "ROWS", "Description", "damaged", "described", "layout_of"]
 
 NAME = "storage.json"
 #: Names of files of rows.
@@ -85,7 +85,7 @@ class Description:
             OSError: the disk is full. Nothing has changed then.
         """
         own = {it.name: getattr(self, it.name) for it in fields(self)}
-        words = {**_KIND, **own, "layout": _described(self.layout)}
+        words = {**_KIND, **own, "layout": described(self.layout)}
         write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
 
     @classmethod
@@ -114,7 +114,7 @@ class Description:
             if words.pop("check", None) != _check(words):
                 raise ValueError("it does not match its check")
             own = {key: value for key, value in words.items() if key not in _KIND}
-            return cls(**{**own, "layout": _layout_of(own["layout"])})
+            return cls(**{**own, "layout": layout_of(own["layout"])})
         except (
             AttributeError,
             KeyError,
@@ -134,7 +134,7 @@ def _check(words: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(words).encode())
 
 
-def _described(layout: Layout) -> dict[str, Any]:
+def described(layout: Layout) -> dict[str, Any]:
     """Returns a layout as JSON."""
     return {
         "fields": [
@@ -150,15 +150,19 @@ def _described(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _layout_of(words: dict[str, Any]) -> Layout:
-    """Returns the layout that was described."""
-    described: dict[Any, Any] = {}
+def layout_of(words: dict[str, Any]) -> Layout:
+    """Returns the layout that was described.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError, RuntimeError: there is none.
+    """
+    fields: dict[Any, Any] = {}
     for it in words["fields"]:
         stack = [FrameStack(**it["stack"])] if "stack" in it else []
-        described[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
+        fields[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
     nested = tuple((tuple(path), _shape(size)) for path, size in words["nested"])
-    layout = Layout(described, nested)
-    if _described(layout) != words or layout.row_words > _MOST:
+    layout = Layout(fields, nested)
+    if described(layout) != words or layout.row_words > _MOST:
         raise ValueError("its fields are not those of rows")
     return layout
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
-from trl_storages.kernels.streams import CUT, DONE, FIRST, GOES_ON, LAST
+from trl_storages.kernels.streams import CUT, DONE, GOES_ON
 from trl_storages.streams import Arena, Layout
 
 __all__ = ["forget_beyond", "recover"]
@@ -58,9 +58,9 @@ def recover(
         found = steps[lane * size : (lane + 1) * size]
         run, places = _chosen(found, tail, flushed, index.steps_per_lane)
         if len(run):
-            places += lane * size
-            kept[places] = True
-            _fill(index, lane, run, places, marks[places, checks.NUMBER])
+            entries = places + lane * size
+            kept[entries] = True
+            _fill(index, lane, run, places, marks[entries, checks.NUMBER])
     # Where a file has no room every mark is zero: nothing is written there.
     arena.arrays["marks"][(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
 
@@ -86,19 +86,9 @@ def _fill(
     index: EpisodeIndex, lane: int, steps: np.ndarray, places: np.ndarray, numbers: np.ndarray
 ) -> None:
     """Enters the only steps of a lane into an index."""
-    spans, lanes = index.tables[3], index.tables[4]
-    slots = lane * index.steps_per_lane + steps % index.steps_per_lane
     begins, done = numbers & 2 != 0, numbers & 1 != 0
-    is_whole = bool(begins[0])
-    begins[0] = True
-    episode = begins.cumsum() - 1
-    first = steps[begins]
-    index.where[slots], index.episode[slots] = places, episode
-    index.ends[slots] = np.where(done, DONE, GOES_ON)
+    ends = np.where(done, DONE, GOES_ON)
     if not done[-1]:
-        index.ends[slots[-1]] = CUT  # who knows what came behind it
-    spans[lane, : len(first), FIRST] = first
-    spans[lane, : len(first), LAST] = np.append(first[1:], steps[-1] + 1) - 1
-    if not is_whole:
-        spans[lane, 0, FIRST] -= 1
-    lanes[lane] = steps[-1] + 1, steps[0]
+        ends[-1] = CUT  # who knows what came behind it
+    first = int(steps[0]) - (not begins[0])
+    index.set_lane(lane, steps, places, begins, ends, first=first, tail=int(steps[0]))

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from trl_storages.index import invariants, whole_episodes
 from trl_storages.kernels import draws, streams
-from trl_storages.kernels.streams import CURSOR, CUT, DONE, GOES_ON, TAIL
+from trl_storages.kernels.streams import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL
 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
 
@@ -162,6 +162,11 @@ class EpisodeIndex:
         T = self.steps_per_lane
         return np.arange(self.num_envs) * T + (self.cursors - 1) % T
 
+    def steps_in(self, lane: int) -> np.ndarray:
+        """Returns the numbers of a lane's live steps; with none, that of its newest, which goes on."""
+        cursor = int(self.cursors[lane])
+        return np.arange(min(int(self.tails[lane]), max(cursor - 1, 0)), cursor)
+
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next steps begin new ones."""
         is_open = self.is_open
@@ -182,6 +187,40 @@ class EpisodeIndex:
         """Begins anew, without steps."""
         self._epoch += 1
         self._lanes[:] = 0
+
+    def set_lane(
+        self,
+        lane: int,
+        steps: np.ndarray,
+        places: np.ndarray,
+        begins: np.ndarray,
+        ends: np.ndarray,
+        *,
+        first: int,
+        tail: int,
+    ) -> None:
+        """Makes some steps, which follow one another, the only ones of a lane.
+
+        Args:
+            lane: its number.
+            steps: `[N]` their numbers, N at least 1 and at most T.
+            places: `[N]` their entries within the lane.
+            begins: `[N]` whether each begins an episode.
+            ends: `[N]` as in `kernels.streams`.
+            first: the first step of the episode of the oldest, which may be gone.
+            tail: the oldest of them that is live.
+        """
+        slots = lane * self.steps_per_lane + steps % self.steps_per_lane
+        is_first = begins.copy()
+        is_first[0] = True
+        firsts = steps[is_first]
+        self.where[slots] = places + lane * self.entries_per_lane
+        self.episode[slots], self.ends[slots] = is_first.cumsum() - 1, ends
+        spans = self._spans[lane]
+        spans[: len(firsts), FIRST] = firsts
+        spans[: len(firsts), LAST] = np.append(firsts[1:], steps[-1] + 1) - 1
+        spans[0, FIRST] = first
+        self._lanes[lane] = steps[-1] + 1, tail
 
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""

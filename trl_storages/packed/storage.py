@@ -5,6 +5,7 @@ Letters: E lanes, M entries a lane, B batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torchrl.data import Storage
 from trl_storages import keys
 from trl_storages.callers import warn_caller
 from trl_storages.index import EpisodeIndex
+from trl_storages.packed import dumps
+from trl_storages.states import Adopt, State
 from trl_storages.streams.arena import GIVES_BACK, Arena
 from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.host_rows import HostRows
@@ -225,6 +228,41 @@ class PackedStorage(Storage):  # type: ignore[misc]
             f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: there "
             f"is room for {index.entries_per_lane * index.num_envs:,}, and for more by max_entries=."
         )
+
+    # State
+
+    def state(self) -> State:
+        """Returns what is saved of the rows; see `packed.dumps`."""
+        return dumps.packed(self.episodes, self.layout, self.rows)
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that makes saved rows those of the storage.
+
+        Raises:
+            ValueError, KeyError: they are damaged, or of a storage of another size or layout.
+        """
+        saved = dumps.parsed(state, self.max_size, self._num_envs)
+        layout = saved.layout
+        if layout is not None:
+            own = self.layout_for(layout.described, layout.nested)
+            if own != layout:
+                raise ValueError(f"rows must be of {own}, got {layout}: nothing changed.")
+            dumps.check(saved, self._new_index(layout.frames))
+
+        def adopt() -> None:
+            if layout is not None and self.layout is None:
+                self.lay_out(layout)
+            dumps.fill(saved, self.episodes, self.rows)
+
+        return adopt
+
+    def state_dict(self) -> State:
+        """Returns `state()`, in memory of its own."""
+        return copy.deepcopy(self.state())
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Adopts what `state_dict` returned, once all of it is checked."""
+        self.parsed(state_dict)()
 
     # As TorchRL's buffers ask
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -22,6 +23,7 @@ from trl_storages.replay import history
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.parameters import Forwarded
 from trl_storages.replay.remote import StorageHandle, on_ray
+from trl_storages.replay.state import parsed, state_of
 from trl_storages.samplers import (
     HERSampler,
     OwnSampler,
@@ -30,6 +32,7 @@ from trl_storages.samplers import (
     checked_priorities,
     layers_of,
 )
+from trl_storages.states import State
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
 from trl_storages.transforms import ReplayTransform, parts_of
@@ -462,6 +465,32 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         if (sampler := self._prioritized) is not None:
             with self._replay_lock, self._write_lock:
                 sampler.set_priorities(self._storage, index, priority)
+
+    # State
+
+    def state_dict(self) -> State:
+        """Returns all that the next writes and draws depend on: tensors, numbers, text, lists, dicts.
+
+        Batches that were drawn ahead are not part of it.
+        """
+        with self._futures_lock:
+            self.synchronize()
+            with self._replay_lock, self._write_lock:
+                return copy.deepcopy(state_of(self))
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Goes on from what `state_dict` returned, parameters included.
+
+        Raises:
+            ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
+                layout, number of lanes, or with other parts. Nothing is changed then.
+        """
+        with self._futures_lock:
+            self.synchronize()
+            with self._replay_lock, self._write_lock:
+                adopt = parsed(self, state_dict)
+                self._clear_prefetch_queue_locked()
+                adopt()
 
     # Checks
 

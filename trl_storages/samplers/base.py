@@ -10,6 +10,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.attributes import Strict
 from trl_storages.packed import PackedStorage
+from trl_storages.states import Adopt, State, entries_of, nothing
 
 __all__ = ["Drawn", "OwnSampler", "WrappingSampler", "layers_of"]
 
@@ -47,12 +48,26 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
         """Returns `[size]` random numbers of 63 bits."""
         return torch.empty(size, dtype=torch.int64).random_(generator=self._rng)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict."""
+    def state(self) -> State:
+        """Returns what the next draws depend on, but for parameters and the generator."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing."""
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state.
+
+        Raises:
+            ValueError: the state is not that of such a sampler.
+        """
+        entries_of(type(self).__name__, state, ())
+        return nothing
+
+    def state_dict(self) -> State:
+        """Returns `state()`."""
+        return self.state()
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Adopts what `state_dict` returned, once all of it is checked."""
+        self.parsed(state_dict)()
 
     def _empty(self) -> None:
         """Does nothing: the index says that there are no rows."""

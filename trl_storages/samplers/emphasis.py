@@ -10,11 +10,12 @@ from typing import Any
 from trl_storages import arguments
 from trl_storages.attributes import Checked
 from trl_storages.functional.emphasis import window_size
-from trl_storages.index import EpisodeIndex, Seen
+from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["ERESampler"]
 
@@ -53,19 +54,22 @@ class ERESampler(WrappingSampler):
         self.reference = arguments.choice("reference", reference, ("stored", "capacity"))
         #: The updates made in this phase, and how many there are to be; 0 before the first phase.
         self.update, self.num_updates = 0, 0
-        self._seen: Seen | None = None
+        # The epoch of the index, None after a load, and how many steps were written by the last draw.
+        self._seen: tuple[int | None, int] | None = None
 
     def begin_phase(self, num_updates: int) -> None:
         """Begins a phase: the next draw is its first, with the widest window."""
         self.num_updates = arguments.integer("num_updates", num_updates, at_least=1)
         self.update = 0
 
-    def _next_update(self, storage: PackedStorage) -> None:
+    def _next_update(self, index: EpisodeIndex) -> None:
         """Counts an update; what was written since a phase was over begins the next one."""
-        before, (changes, self._seen) = self._seen, storage.episodes.since(self._seen)
-        if before is not None and before.epoch != self._seen.epoch:
-            self.update, self.num_updates = 0, 0
-        if changes is not None and self.update >= self.num_updates:
+        before, now = self._seen, (index.epoch, int(index.cursors.sum()))
+        self._seen = now
+        is_new = before is None or before[1] < now[1]
+        if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
+            self.update, self.num_updates, is_new = 0, 0, True
+        if is_new and self.update >= self.num_updates:
             self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self.update))
         self.update += 1
 
@@ -83,6 +87,25 @@ class ERESampler(WrappingSampler):
 
     def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
         """Draws from the newest w steps of each lane, w the least with which they reach c_k."""
-        self._next_update(storage)
         index = storage.episodes
+        self._next_update(index)
         return self.base.draw(storage, batch_size, index.window_of(self.window(index)))
+
+    def state(self) -> State:
+        """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""
+        written = -1 if self._seen is None else self._seen[1]
+        return {"update": self.update, "num_updates": self.num_updates, "written": written}
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state."""
+        names = ("update", "num_updates", "written")
+        update, num_updates, written = entries_of("ERESampler", state, names)
+        update = arguments.integer("update", update)
+        num_updates = arguments.integer("num_updates", num_updates)
+        written = arguments.integer("written", written, at_least=-1)
+
+        def adopt() -> None:
+            self.update, self.num_updates = update, num_updates
+            self._seen = None if written < 0 else (None, written)
+
+        return adopt

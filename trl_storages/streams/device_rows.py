@@ -148,6 +148,21 @@ class DeviceRows:
         entries.index_copy_(0, at, words[:, older : older + W])
         entries[:, :O].index_copy_(0, at + 1, words[:, -O:] if O else words[:, :0])
 
+    def stored(self, first: int, end: int) -> torch.Tensor:
+        """Returns entries `first` to `end` on the host, `[end - first, W]`."""
+        return self._entries[first:end].cpu()
+
+    def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
+        """Copies the entries of a lane from its beginning on; the index knows its steps already."""
+        at, k = lane * self._index.entries_per_lane, self._layout.frames
+        for part in parts:
+            self._entries[at : at + len(part)] = part.to(self.device)
+            at += len(part)
+        if parts:
+            ends = self._entries[at - k : at, : self._layout.observation_words]
+            self._ends[lane * k : (lane + 1) * k] = ends.cpu().numpy()
+        self._ended_at[lane] = self._index.cursors[lane]
+
     def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
         field = self._layout.field(key)

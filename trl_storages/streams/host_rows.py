@@ -117,6 +117,43 @@ class HostRows:
                     self._arena.reserve(name, start, stop)
         self._reserved = ahead - need
 
+    def stored(self, first: int, end: int) -> torch.Tensor:
+        """Returns entries `first` to `end` `[end - first, W]`, which later writes may change."""
+        return torch.from_numpy(self.entries[first:end])
+
+    def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
+        """Copies the entries of a lane from its beginning on; the index knows its steps already.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        M, size = self._index.entries_per_lane, self._layout.entry_words * 8
+        at = lane * M
+        self._arena.give_back("entries", at * size, (at + M) * size)
+        if is_marked := len(self.marked[0]) > 0:
+            number = sum(map(len, parts))
+            for name, words in (("entries", size), ("marks", checks.NUM_WORDS * 8)):
+                self._arena.reserve(name, at * words, (at + number) * words)
+        for part in parts:
+            self.entries[at : at + len(part)] = part.numpy()
+            at += len(part)
+        if is_marked and parts:
+            self._mark(lane)
+
+    def _mark(self, lane: int) -> None:
+        """Marks the entries of all steps of a lane that was filled."""
+        index, which = self._index, np.array([lane])
+        slots = lane * index.steps_per_lane + index.steps_in(lane) % index.steps_per_lane
+        at, cursor = index.where[slots], index.cursors[lane]
+        how = np.full(len(at), streams.GAP, np.uint8)
+        how[1:][np.diff(at) == 1] = streams.SAME
+        index.cursors[lane] -= len(at)  # what is marked is not published yet
+        checks.mark(
+            *(index.tables, self.entries, self._layout.observation_words, self.marked),
+            *(which, np.array([0, len(at)]), how, at, slots),
+        )
+        index.cursors[lane] = cursor
+
     def _give_back(self) -> None:
         """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
         index, size = self._index, self._layout.entry_words * 8

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.attributes import Strict
 from trl_storages.packed import RowView
+from trl_storages.states import Adopt, State, entries_of, nothing
 
 __all__ = ["ReplayTransform", "parts_of"]
 
@@ -23,6 +26,19 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     def replay(self, rows: RowView) -> None:
         """Changes the drawn rows; what changes rewards or flags changes those of `rows.steps`."""
         raise NotImplementedError
+
+    def state(self) -> State:
+        """Returns what the next batches depend on, but for parameters."""
+        return {}
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state.
+
+        Raises:
+            ValueError: the state is not that of such a transform.
+        """
+        entries_of(type(self).__name__, state, ())
+        return nothing
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Raises a RuntimeError: only a `ReplayStorage` hands it the rows."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey
 
@@ -16,6 +17,7 @@ from trl_storages import arguments
 from trl_storages.arguments import counted
 from trl_storages.index.naming import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
+from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
 from trl_storages.writing.columns import Column, as_tensor
@@ -152,6 +154,24 @@ class Recorder:
     def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, after a manual `reset` of some, or of all."""
         self._ended[[*named_lanes(lanes, self.num_envs)]] = False
+
+    def state(self) -> State:
+        """Returns which environments are only reset by their next step."""
+        return {"ended": torch.from_numpy(self._ended.copy())}
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state.
+
+        Raises:
+            ValueError: the state is not that of such a recorder.
+        """
+        (ended,) = entries_of("the recorder", state, ("ended",))
+        ended = array("ended", ended, torch.bool, self.num_envs)
+
+        def adopt() -> None:
+            self._ended = ended.copy()
+
+        return adopt
 
     def _is_vector(self, terminateds: Any, infos: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""

@@ -18,6 +18,7 @@ from trl_storages import keys as default_keys
 from trl_storages.callers import warn_caller
 from trl_storages.index.naming import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage, checked_fields
+from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
 from trl_storages.writing.checks import (
@@ -81,6 +82,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self._write_count = 0
         # Of each lane the number of its last trajectory, and the write count at its last write.
         self._trajectory, self._written_at = np.zeros(E, np.int64), np.zeros(E, np.int64)
+        # Lanes that were not written since they were loaded: who goes on there may be another.
+        self._is_resumed = np.zeros(E, bool)
         self._warned_of_gaps = self._warned_of_lost = False
 
     def register_storage(self, storage: PackedStorage) -> None:
@@ -250,7 +253,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
         self._write_count += len(slots)
         self._written_at[block.which] = self._write_count
-        if gaps and not self._warned_of_gaps:
+        gaps -= int(self._is_resumed[block.which].sum())
+        self._is_resumed[block.which] = False
+        if gaps > 0 and not self._warned_of_gaps:
             self._warned_of_gaps = True
             warn_caller(
                 "a row does not begin with the observation that the row before it in its lane led to: "
@@ -266,13 +271,42 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             self._write_count = 0
             self._written_at[:] = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the write count."""
-        return {"write_count": self._write_count}
+    def state(self) -> State:
+        """Returns the write count, and of each lane its trajectory and when it was written."""
+        return {
+            "write_count": self._write_count,
+            "trajectory": torch.from_numpy(self._trajectory.copy()),
+            "written_at": torch.from_numpy(self._written_at.copy()),
+        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the write count."""
-        self._write_count = state_dict["write_count"]
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state.
+
+        Raises:
+            ValueError, TypeError: the state is not that of such a writer.
+        """
+        names = ("write_count", "trajectory", "written_at")
+        count, trajectory, written_at = entries_of("EpisodeWriter", state, names)
+        count = arguments.integer("write_count", count)
+        columns = [
+            array(name, column, torch.int64, self.num_envs)
+            for name, column in (("trajectory", trajectory), ("written_at", written_at))
+        ]
+
+        def adopt() -> None:
+            self._write_count = count
+            self._trajectory[:], self._written_at[:] = columns
+            self._is_resumed[:] = True
+
+        return adopt
+
+    def state_dict(self) -> State:
+        """Returns `state()`."""
+        return self.state()
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Adopts what `state_dict` returned, once all of it is checked."""
+        self.parsed(state_dict)()
 
     def dumps(self, path: Any) -> None:
         """Raises: a storage is saved as a whole."""

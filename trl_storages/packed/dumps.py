@@ -1,0 +1,211 @@
+"""What is saved of rows: the live entries of each lane, in the order of its stream.
+
+So packed they fit storages on any device, whatever room there is for entries; if they do not all fit the
+oldest rows go. A lane without live steps keeps its newest one, with which its stream ends.
+
+Letters: N steps of a lane, n of its entries, W words an entry, k frames a stack, T steps a lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trl_storages.directory.description import described, layout_of
+from trl_storages.index import EpisodeIndex
+from trl_storages.kernels.streams import CUT, FIRST, GOES_ON
+from trl_storages.states import State, array, entries_of
+from trl_storages.streams.layout import Layout
+
+__all__ = ["Packed", "PackedLane", "check", "fill", "packed", "parsed"]
+
+_ROWS = ("max_size", "num_envs", "layout", "lanes")
+_LANE = ("cursor", "tail", "first", "begins", "ends", "places", "entries")
+_DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
+_MOST = 2**48
+
+
+class PackedLane(NamedTuple):
+    """The steps of a lane."""
+
+    cursor: int
+    """The number of the step after the last one."""
+    tail: int
+    """That of the oldest live one."""
+    first: int
+    """The first step of the oldest episode, which may be gone."""
+    begins: np.ndarray
+    """`[N]` bool, whether each step begins an episode."""
+    ends: np.ndarray
+    """`[N]` uint8, as in `kernels.streams`."""
+    places: np.ndarray
+    """`[N]` int64, its entry."""
+    entries: list[torch.Tensor]
+    """`[n, W]` in parts."""
+
+    @property
+    def steps(self) -> np.ndarray:
+        """`[N]` the number of each step."""
+        return np.arange(self.cursor - len(self.places), self.cursor)
+
+    def without(self, count: int, k: int) -> PackedLane:
+        """Returns the lane without its oldest steps, as far as it can do without."""
+        count = min(count, len(self.places) - 1)
+        if count < 1:
+            return self
+        steps, begins = self.steps, self.begins[: count + 1]
+        first = int(steps[: count + 1][begins][-1]) if begins.any() else self.first
+        gone, entries = int(self.places[count]) - (k - 1), []
+        skipped = gone
+        for part in self.entries:
+            entries.append(part[skipped:])
+            skipped = max(skipped - len(part), 0)
+        return PackedLane(
+            *(self.cursor, max(self.tail, int(steps[count])), first),
+            begins=self.begins[count:],
+            ends=self.ends[count:],
+            places=self.places[count:] - gone,
+            entries=entries,
+        )
+
+
+class Packed(NamedTuple):
+    """The rows of a storage; without a layout it has none."""
+
+    layout: Layout | None
+    lanes: Sequence[PackedLane]
+
+
+def packed(index: EpisodeIndex, layout: Layout | None, rows: Any) -> State:
+    """Returns rows as they are saved. Those on the host share their memory."""
+    lanes = [] if layout is None else range(index.num_envs)
+    return {
+        "max_size": index.capacity,
+        "num_envs": index.num_envs,
+        "layout": None if layout is None else described(layout),
+        "lanes": [_lane(index, rows, lane) for lane in lanes],
+    }
+
+
+def _lane(index: EpisodeIndex, rows: Any, lane: int) -> State:
+    steps, k = index.steps_in(lane), index.stack
+    cursor = int(steps[-1]) + 1 if len(steps) else 0
+    slots = lane * index.steps_per_lane + steps % index.steps_per_lane
+    where, ends = index.where[slots], index.ends[slots]
+    firsts = index.tables[3][lane, index.episode[slots], FIRST]
+    entries, places = [], []
+    length = 0
+    # The stream may have come to the end of its lane, and gone on at the beginning.
+    for part in np.split(where, np.flatnonzero(np.diff(where) < 0) + 1):
+        if len(part):
+            first, end = int(part[0]) - (k - 1), int(part[-1]) + 2
+            entries.append(rows.stored(first, end))
+            places.append(part - first + length)
+            length += end - first
+    columns = {
+        "begins": firsts == steps,
+        "ends": ends,
+        "places": np.concatenate(places) if places else where,
+    }
+    return {
+        "cursor": cursor,
+        "tail": min(int(index.tails[lane]), cursor),
+        "first": int(firsts[0]) if len(steps) else 0,
+        **{name: torch.from_numpy(column) for name, column in columns.items()},
+        "entries": entries,
+    }
+
+
+def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
+    """Returns the rows that were saved, checked but for their fit into an index.
+
+    Raises:
+        ValueError: the state is damaged, or of a storage of another size.
+    """
+    got_size, got_envs, words, lanes = entries_of("rows", state, _ROWS)
+    if (got_size, got_envs) != (max_size, num_envs):
+        raise ValueError(
+            f"rows must be those of {max_size} slots in {num_envs} lanes, got {got_size} in "
+            f"{got_envs}: nothing changed."
+        )
+    if words is None:
+        return Packed(None, [])
+    try:
+        layout = layout_of(words)
+    except _DAMAGED as error:
+        raise ValueError(f"rows must have a layout, got {error!s:.100}: nothing changed.") from None
+    if not isinstance(lanes, list) or len(lanes) != num_envs:
+        raise ValueError(f"rows must be a list of {num_envs} lanes: nothing changed.")
+    steps = max_size // num_envs
+    return Packed(layout, [_parsed_lane(it, layout, steps) for it in lanes])
+
+
+def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
+    cursor, tail, first, begins, ends, places, entries = entries_of("a lane", state, _LANE)
+    begins = array("begins", begins, torch.bool, None)
+    ends = array("ends", ends, torch.uint8, len(begins))
+    places = array("places", places, torch.int64, len(begins))
+    if not isinstance(entries, list):
+        raise ValueError("the entries of a lane must be a list of tensors: nothing changed.")
+    parts = [
+        torch.from_numpy(array("entries", part, torch.int64, None, layout.entry_words))
+        for part in entries
+    ]
+    lane, k, number = PackedLane(cursor, tail, first, begins, ends, places, parts), layout.frames, 0
+    holds = all(type(it) is int and 0 <= it < _MOST for it in (cursor, tail, first))
+    holds = holds and tail <= cursor <= tail + T and len(begins) <= T
+    if holds and len(begins):
+        number = int(places[-1]) + 2
+        oldest = cursor - len(begins)
+        # A step goes on behind the one before, or k entries later if it adds its own observation.
+        holds = places[0] == k - 1 and bool(np.isin(np.diff(places), (1, k + 1)).all())
+        holds = holds and 0 <= first <= oldest <= min(tail, cursor - 1)
+        holds = holds and bool(begins[0]) == (first == oldest)
+        holds = holds and bool((ends <= CUT).all())
+        holds = holds and bool((begins[1:] | (ends[:-1] == GOES_ON)).all())
+    elif holds:
+        holds = cursor == 0
+    if not holds or sum(map(len, parts)) != number:
+        raise ValueError(
+            "the steps of a lane must follow one another, got others: nothing changed."
+        )
+    # What gave way while it was saved goes.
+    return lane.without(tail - (cursor - len(begins)), k)
+
+
+def fill(saved: Packed, index: EpisodeIndex, rows: Any = None) -> None:
+    """Makes saved rows the only ones of an index, and of rows.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    index.clear()
+    for number, lane in enumerate(saved.lanes):
+        if not lane.cursor:
+            continue
+        # The oldest steps go whose entries do not fit.
+        least = int(lane.places[-1]) + 2 - index.entries_per_lane + index.stack - 1
+        fitting = lane.without(int(np.searchsorted(lane.places, least)), index.stack)
+        index.set_lane(
+            *(number, fitting.steps, fitting.places, fitting.begins, fitting.ends),
+            first=fitting.first,
+            tail=fitting.tail,
+        )
+        if rows is not None:
+            rows.fill(number, fitting.entries)
+
+
+def check(saved: Packed, index: EpisodeIndex) -> None:
+    """Checks that an empty index can take saved rows.
+
+    Raises:
+        ValueError: their episodes contradict one another.
+    """
+    fill(saved, index)
+    try:
+        index.validate()
+    except RuntimeError as error:
+        raise ValueError(f"saved rows must be whole: {error}") from None

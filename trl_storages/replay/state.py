@@ -1,0 +1,131 @@
+"""The state of a storage: all that its next writes and draws depend on.
+
+All parts are parsed before any is adopted, so what is refused changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trl_storages import arguments
+from trl_storages.attributes import Checked
+from trl_storages.samplers import OwnSampler
+from trl_storages.states import Adopt, State, array, entries_of, nothing
+from trl_storages.transforms import ReplayTransform
+
+__all__ = ["parsed", "state_of"]
+
+_PARTS = ("rows", "parts", "writer", "recorder", "generator", "batch_size")
+
+
+def state_of(storage: Any) -> State:
+    """Returns the state of a `ReplayStorage`. Its rows may share the memory of the storage."""
+    generator = storage._rng
+    return {
+        "rows": storage._storage.state(),
+        "parts": [_state_of_part(part) for part in storage.parts()],
+        "writer": storage._writer.state(),
+        "recorder": storage._recorder.state(),
+        "generator": None if generator is None else generator.get_state(),
+        "batch_size": storage.batch_size,
+    }
+
+
+def parsed(storage: Any, state: Any) -> Adopt:
+    """Returns a function that makes a storage go on from a state.
+
+    Raises:
+        ValueError, TypeError, KeyError: the state is damaged, or of another storage.
+    """
+    rows, parts, writer, recorder, generator, batch_size = entries_of("a storage", state, _PARTS)
+    own = storage.parts()
+    if not isinstance(parts, list) or len(parts) != len(own):
+        raise ValueError(
+            f"the state must be of {len(own)} samplers and transforms: nothing changed."
+        )
+    adopts = [
+        storage._storage.parsed(rows),
+        storage._writer.parsed(writer),
+        storage._recorder.parsed(recorder),
+        *(_parsed_part(part, its) for part, its in zip(own, parts, strict=True)),
+        _parsed_generator(storage, generator),
+    ]
+    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
+
+    def adopt() -> None:
+        for each in adopts:
+            each()
+        storage._batch_size = batch_size
+
+    return adopt
+
+
+def _state_of_part(part: Any) -> State:
+    is_own = isinstance(part, OwnSampler | ReplayTransform)
+    return {
+        "kind": type(part).__name__,
+        "parameters": {name: part.__dict__[name] for name in _parameters(part)},
+        "state": part.state() if is_own else dict(part.state_dict() or {}),
+    }
+
+
+def _parsed_part(part: Any, state: Any) -> Adopt:
+    kind, parameters, state = entries_of("a part", state, ("kind", "parameters", "state"))
+    if kind != type(part).__name__:
+        raise ValueError(
+            f"the state must be of a {type(part).__name__}, got a {kind}: nothing changed."
+        )
+    names = _parameters(part)
+    values = entries_of(kind, parameters, names)
+    trial = object.__new__(type(part))
+    for name, value in zip(names, values, strict=True):
+        _parameter(part, name).__set__(trial, value)
+    is_own = isinstance(part, OwnSampler | ReplayTransform)
+    adopt_rest = part.parsed(state) if is_own else _parsed_other(part, state)
+
+    def adopt() -> None:
+        part.__dict__.update({name: trial.__dict__[name] for name in names})
+        adopt_rest()
+
+    return adopt
+
+
+def _parameters(part: Any) -> list[str]:
+    """Returns the names of the parameters of a part."""
+    return [name for name in part.__dict__ if isinstance(_parameter(part, name), Checked)]
+
+
+def _parameter(part: Any, name: str) -> Any:
+    return getattr(type(part), name, None)
+
+
+def _parsed_other(part: Any, state: Any) -> Adopt:
+    """Parses the state of a part of TorchRL's, or of the user's own, that must be as it is now."""
+    own = part.state_dict() or {}
+    values = entries_of(type(part).__name__, state, [*own])
+    for (name, now), value in zip(own.items(), values, strict=True):
+        if isinstance(now, torch.Tensor):
+            array(name, value, now.dtype, *now.shape)
+        elif type(value) is not type(now):
+            kind = type(now).__name__
+            raise ValueError(
+                f"{name} must be {kind}, got {arguments.shown(value)}: nothing changed."
+            )
+    load: Callable[[Any], Any] = part.load_state_dict
+    return (lambda: load(state)) if own else nothing
+
+
+def _parsed_generator(storage: Any, state: Any) -> Adopt:
+    if state is None:
+        return nothing
+    generator = torch.Generator()
+    size = len(generator.get_state())
+    array("generator", state, torch.uint8, size)
+    try:
+        generator.set_state(state.cpu())
+    except RuntimeError as error:
+        raise ValueError(f"generator must be whole, got another: {error}") from None
+    return lambda: storage.set_rng(generator)

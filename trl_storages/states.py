@@ -1,0 +1,103 @@
+"""States of parts: dicts of tensors, numbers, strings, lists and None, and how they are checked.
+
+A part has `state()`, and `parsed(state)`, which checks all of it, and returns a function that adopts it
+and can't fail. All parts of a storage are parsed before any is adopted.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trl_storages import arguments
+
+__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "nothing", "to_json"]
+
+State = dict[str, Any]
+Adopt = Callable[[], None]
+#: How tensors and numbers are written that JSON has not.
+_TENSOR, _NUMBER = "tensor", "number"
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
+
+
+def nothing() -> None:
+    """Adopts the state of a part that has none."""
+
+
+def entries_of(what: str, state: Any, names: Collection[str]) -> list[Any]:
+    """Returns the entries of a state in the order of their names.
+
+    Raises:
+        ValueError: it has others.
+
+    >>> entries_of("a writer", {"count": 3}, ["count"])
+    [3]
+    """
+    if not isinstance(state, Mapping) or {*state} != {*names}:
+        got = [*state][:20] if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"the state of {what} must have {[*names]}, got {got}: nothing changed.")
+    return [state[name] for name in names]
+
+
+def array(name: str, value: Any, dtype: torch.dtype, *shape: int | None) -> np.ndarray:
+    """Returns a tensor of a state as an array on the host; a size that is None may be any.
+
+    Raises:
+        ValueError: it is no dense tensor of this dtype and shape.
+    """
+    fits = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    fits = fits and value.dtype is dtype and len(value.shape) == len(shape)
+    if not fits or any(
+        size not in (None, got) for size, got in zip(shape, value.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} must be {dtype} {[*shape]}, got {arguments.shown(value)}: nothing changed."
+        )
+    found: np.ndarray = value.detach().cpu().contiguous().numpy()
+    return found
+
+
+def to_json(state: Any) -> Any:
+    """Returns a state as JSON has it: tensors as text."""
+    if isinstance(state, torch.Tensor):
+        values = state.detach().cpu().contiguous()
+        text = base64.b64encode(values.numpy().tobytes()).decode()
+        return {_TENSOR: text, "dtype": str(values.dtype), "shape": [*values.shape]}
+    if isinstance(state, Mapping):
+        return {name: to_json(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [to_json(value) for value in state]
+    if isinstance(state, float) and not math.isfinite(state):
+        return {_NUMBER: str(state)}
+    return state
+
+
+def from_json(words: Any) -> Any:
+    """Returns the state that was written as JSON.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if isinstance(words, list):
+        return [from_json(value) for value in words]
+    if not isinstance(words, dict):
+        return words
+    try:
+        if _TENSOR in words:
+            data = base64.b64decode(words[_TENSOR], validate=True)
+            values = torch.empty(len(data), dtype=torch.uint8)
+            values.numpy()[:] = np.frombuffer(bytearray(data), np.uint8)
+            return values.view(_DTYPES[words["dtype"]]).reshape(words["shape"])
+        if _NUMBER in words:
+            return float(words[_NUMBER])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"a saved tensor must be whole, got another: {error!s:.100}") from error
+    return {name: from_json(value) for name, value in words.items()}
