@@ -18,7 +18,6 @@ from trl_storages.index import EpisodeIndex
 __all__ = ["Explanation", "explain"]
 
 _ROWS_SHOWN = 10
-_SAME = "_same_episode"
 # Columns, and the entries of a batch that they show, if there are any.
 _OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
     ("valid", keys.VALIDITY_MASK),
@@ -63,17 +62,10 @@ class Explanation:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
         return title
 
-    def _table(self) -> list[list[str]]:
-        """Returns the column names and the cells of the first samples."""
-        first = {name: column[:_ROWS_SHOWN].tolist() for name, column in self.columns.items()}
-        cells = {name: list(map(_cell, values)) for name, values in first.items()}
-        for name in [name.removesuffix(_SAME) for name in first if name.endswith(_SAME)]:
-            parts = _columns_of(name)
-            for part in parts:
-                del cells[part]
-            shown = zip(*(first[part] for part in parts), strict=True)
-            cells[name] = [_goal(*values) for values in shown]
-        return [list(cells), *map(list, zip(*cells.values(), strict=True))]
+    def _table(self) -> list[tuple[str, ...]]:
+        """Returns the column names, and the cells of the first samples."""
+        cells = [map(_cell, column[:_ROWS_SHOWN].tolist()) for column in self.columns.values()]
+        return [tuple(self.columns), *zip(*cells, strict=True)]
 
     def _rest(self) -> str:
         hidden = len(self) - _ROWS_SHOWN
@@ -91,13 +83,18 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        names, *rows = self._table()
-        head = "".join(f"<th>{name}</th>" for name in names)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._table()
         )
-        table = f"<table><tr>{head}</tr>{body}</table>"
-        return f"<p>{self._title()}</p>{table}" + (self._rest() and f"<p>{self._rest()}</p>")
+        return f"<p>{self._title()}</p><table>{rows}</table><p>{self._rest()}</p>"
+
+
+def _cell(value: float | list[Any]) -> str:
+    if isinstance(value, list):
+        return "/".join(map(_cell, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
 def explain(
@@ -114,93 +111,69 @@ def explain(
     - `episode`: a number for its episode; `step`, `length`: its position among the surviving rows of
       that episode, from 0, and their count.
     - `valid`: bool, False for padding in a sequence or episode.
-    - `relabelled`: bool, whether its goal was replaced by an achieved one; `goal_slot`, `goal_age`: the
-      row that goal comes from (the row itself if not relabelled); `goal_same_episode`: bool;
-      `goal_offset`: how many steps later in the lane that row is, 0 for other episodes. For a goal with
-      another key, such as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
     - `steps`: how many steps are folded into it; `[B, A]` if each of A agents has its own count.
     - `weight`: float, its importance weight.
+    - `relabelled`: bool, whether its goal was replaced by an achieved one; `goal_slot`: the row that
+      goal comes from (the row itself if not relabelled); `goal_same_episode`: bool; `goal_offset`: how
+      many steps later in the lane that row is, 0 for other episodes. For a goal with another key, such
+      as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
 
     Args:
         batch: a sampled batch with its `index`, whose rows have not been overwritten since.
-        episodes: the index of the storage that it was sampled from; read only.
+        episodes: the index of the storage that it was sampled from.
         goal_keys: the goals that may have been drawn for it.
-
-    Returns:
-        the columns, on the device of `episodes`.
 
     Raises:
         KeyError: the batch has no `index`.
         ValueError: `index` names slots without a row, such as those of another storage.
     """
     if batch.get(keys.INDEX, None) is None:
-        there = sorted(batch.keys(include_nested=True, leaves_only=True), key=str)
-        raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets; it has {there}.")
-    slots: torch.Tensor = _column(batch, keys.INDEX, episodes)  # type: ignore[assignment]
-    live = episodes.is_live(slots)
-    if not bool(live.all()):
+        raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets.")
+    slots: Any = _column(batch, keys.INDEX)
+    try:
+        episodes.check_live(slots)
+    except IndexError as error:
         raise ValueError(
-            f"the batch must be of rows that are stored, but the slots {slots[~live].tolist()} hold "
-            "none: explain a batch with the storage that it was sampled from, before that is emptied."
-        )
-    behind, ahead = episodes.extent(slots)
+            f"the batch must be of rows that are stored, and was drawn from others: {error}"
+        ) from error
+    age = torch.empty(episodes.capacity, dtype=torch.int64)
+    age[episodes.slots_by_age()] = torch.arange(len(episodes)).flip(0)
+    step = episodes.behind(slots)
     columns = {
         "slot": slots,
-        "lane": slots % episodes.num_envs,
-        "age": episodes.ages(slots),
-        "episode": episodes.episode_id(slots),
-        "step": behind,
-        "length": behind + ahead + 1,
+        "lane": episodes.lanes_of(slots),
+        "age": age[slots],
+        "episode": _episode_of(episodes, slots),
+        "step": step,
+        "length": step + episodes.ahead(slots) + 1,
     }
     for name, key in _OPTIONAL:
-        if (column := _column(batch, key, episodes)) is not None:
+        if (column := _column(batch, key)) is not None:
             columns[name] = column
     for key in goal_keys:
-        goals, mask = (_column(batch, entry, episodes) for entry in keys.goal_entries(key))
-        if goals is not None and bool(episodes.is_live(goals).all()):
-            name = key if isinstance(key, str) else ".".join(key)
-            name = "goal" if key == keys.DESIRED_GOAL else name
-            found = _goals(slots, goals, mask, episodes)
-            columns.update(zip(_columns_of(name), found, strict=True))
+        goals, mask = (_column(batch, entry) for entry in keys.goal_entries(key))
+        if goals is not None and mask is not None:
+            name = "goal" if key == keys.DESIRED_GOAL else ".".join(keys.key_path(key))
+            same = columns["episode"] == _episode_of(episodes, goals)
+            offset = episodes.steps_of(goals) - episodes.steps_of(slots)
+            columns["relabelled" if name == "goal" else f"{name}_relabelled"] = mask
+            columns[f"{name}_slot"] = goals
+            columns[f"{name}_same_episode"] = same
+            columns[f"{name}_offset"] = torch.where(same, offset, 0)
     return Explanation(columns, len(episodes))
 
 
-def _columns_of(goal: str) -> tuple[str, ...]:
-    """Returns the column names of a goal."""
-    relabelled = "relabelled" if goal == "goal" else f"{goal}_relabelled"
-    return relabelled, f"{goal}_slot", f"{goal}_age", f"{goal}{_SAME}", f"{goal}_offset"
+def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:
+    """Returns a number for the episode of each row, the same for its rows alone."""
+    of_lane = torch.from_numpy(episodes.episode[slots.numpy()]).long()
+    return of_lane + episodes.lanes_of(slots) * (episodes.steps_per_lane + 1)
 
 
-def _goals(
-    slots: torch.Tensor, goals: torch.Tensor, mask: torch.Tensor | None, episodes: EpisodeIndex
-) -> tuple[torch.Tensor, ...]:
-    relabelled = goals != slots if mask is None else mask
-    same = episodes.episode_id(slots) == episodes.episode_id(goals)
-    offset = torch.where(same, episodes.steps(goals) - episodes.steps(slots), 0)
-    return relabelled, goals, episodes.ages(goals), same, offset
-
-
-def _column(batch: TensorDictBase, key: NestedKey, episodes: EpisodeIndex) -> torch.Tensor | None:
+def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
     """Returns an entry as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
     entry, rows = batch.get(key, None), batch.get(keys.INDEX).shape
     # The batch size may be that of the sequences, with their rows as a dimension of the entries.
     if entry is None or entry.shape[: len(rows)] != rows:
         return None
-    found = entry.detach().reshape(rows.numel(), -1)
-    found = found.squeeze(1) if found.shape[1] == 1 else found
-    return found.to(episodes.device, copy=True)
-
-
-def _cell(value: float | list[Any]) -> str:
-    if isinstance(value, list):
-        return "/".join(map(_cell, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
-def _goal(relabelled: bool, slot: int, age: int, same_episode: bool, offset: int) -> str:
-    if not relabelled:
-        return "own"
-    where = f"{offset:+d} step" + "s" * (abs(offset) != 1) if same_episode else "other episode"
-    return f"{where}, slot {slot}, age {age}"
+    found = entry.detach().cpu().reshape(rows.numel(), -1)
+    return found.squeeze(1) if found.shape[1] == 1 else found

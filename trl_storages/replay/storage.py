@@ -21,6 +21,7 @@ from trl_storages.packed.row_view import RowView
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
 from trl_storages.replay.batch_priorities import drawn_priorities
+from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.parameters import Forwarded
 from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.replay.state import parsed, state_of
@@ -493,6 +494,24 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 adopt()
 
     # Checks
+
+    def explain(self, batch: TensorDictBase) -> Explanation:
+        """Reports which row each sample of a batch is and how it was transformed; prints as a table.
+
+        Args:
+            batch: sampled from this storage; its rows must not have been overwritten since.
+
+        Returns:
+            columns of slot, lane, age, episode, step and more, see `replay.explain`.
+
+        Raises:
+            KeyError: the batch has no `index`.
+            ValueError: some of its rows are no longer stored.
+        """
+        arguments.steps("batch", batch)
+        drawn = [it.goal_key for it in layers_of(self._sampler) if isinstance(it, HERSampler)]
+        with self._replay_lock, self._write_lock:
+            return explain(batch, self.episodes, [keys.DESIRED_GOAL, *drawn])
 
     def validate(self) -> None:
         """Checks the tables against one another; raises a RuntimeError where a check fails."""
