@@ -30,6 +30,7 @@ __all__ = [
     "TRAJECTORY_IDS",
     "TRUNCATED",
     "VALIDITY_MASK",
+    "check_free",
     "check_storable",
     "continued_keys",
     "done_beside",
@@ -103,6 +104,14 @@ def check_storable(key: NestedKey) -> None:
         raise ValueError(
             f"a stored field must not have a name that sampling sets in batches, got {key!r}, where they "
             f"have {other!r}: rename it in its space, info_keys, extra_fields, fields or data."
+        )
+
+
+def check_free(key: NestedKey, taken: Iterable[NestedKey]) -> None:
+    """Raises a ValueError if a transition with the keys `taken` has no place for `key`."""
+    if (other := overlapping(key, taken)) is not None:
+        raise ValueError(
+            f"the keys of a transition must differ, got {key!r} beside {other!r}; rename one of them."
         )
 
 

@@ -32,11 +32,12 @@ from trl_storages.keys import (
     REWARD,
     TERMINATED,
     TRUNCATED,
+    check_free,
     next_key,
 )
 from trl_storages.streams.layout import Layout
-from trl_storages.writing.columns import as_tensor
-from trl_storages.writing.fields import Field, check_free
+from trl_storages.writing.fields import Field
+from trl_storages.writing.values import as_tensor
 
 __all__ = ["GoalOf", "Transitions", "steps_of"]
 

@@ -232,7 +232,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             slots = None
             if read is not None:
                 slots = self._writer.append(*read) if not self._has_inverse else self._put(*read)
-            self._recorder.remember(step)
+            self._recorder.remember()
         return slots
 
     def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:

@@ -1,16 +1,15 @@
-"""Reads the infos of a step for each environment.
+"""The infos of a step: gymnasium's dictionary of one environment, or of a vector of them.
 
-Infos come in the three forms that gymnasium has:
-
-- for a single environment: a dictionary;
-- for a vector: a dictionary of arrays `[E, ...]` or of such dictionaries, each with a mask
-  `_name` that says for which environments it is set; `final_obs` is an array of objects;
-- for a vector under `gymnasium.wrappers.vector.DictInfoToList`: a list of dictionaries.
+That of a vector holds arrays `[E, ...]`, or dictionaries of them, each with a mask `_name` that says of
+which environments it is. Where an environment is reset in the step that ends its episode, `final_obs`
+and `final_info` hold what the step returned, and the rest is of the reset.
 
 Letters: E environments, L of them that made a transition.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,159 +17,108 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.keys import key_path
-from trl_storages.writing.plan import StepLayout, entries, leaves_of, read_tree
 
-__all__ = [
-    "Infos",
-    "last_observations",
-]
+__all__ = ["column_of", "final_obs", "info_of"]
 
-_MISSING = object()
+Infos = Mapping[str, Any]
 
 
-class Infos:
-    """The infos of a step.
+def info_of(infos: Infos, key: NestedKey) -> Any:
+    """Returns an entry of the infos of a single environment; a leading "next" does not count.
+
+    Raises:
+        KeyError: there is none.
+    """
+    found: Any = infos
+    for name in _path(key):
+        if not isinstance(found, Mapping) or name not in found:
+            raise _missing(infos, key)
+        found = found[name]
+    return found
+
+
+def column_of(infos: Infos, key: NestedKey, lanes: np.ndarray, ended: np.ndarray) -> Any:
+    """Returns an entry of the infos of a vector; a leading "next" does not count.
 
     Args:
-        infos: in any of the three forms.
-        num_envs: E.
-        is_vector: whether they are of a vector of environments.
+        infos: of the step.
+        key: of the entry.
+        lanes: `[L]` the environments that made a transition.
+        ended: `[E]` bool, those that were reset in the same step: their entry is in `final_info`. But
+            what the loop itself added to the infos, which has no mask, is of the step.
+
+    Returns:
+        `[L, ...]`.
+
+    Raises:
+        KeyError: an environment does not have the entry.
+        ValueError: there is not one value for each environment.
     """
-
-    def __init__(self, infos: Any, num_envs: int, is_vector: bool) -> None:
-        self._infos, self._num_envs, self._is_vector = infos, num_envs, is_vector
-        self._is_mapping = type(infos) is dict or isinstance(infos, Mapping)
-
-    def of_lanes(self, key: NestedKey, lanes: Sequence[int], ended: Sequence[int]) -> Any:
-        """Returns an entry of the L environments `lanes`.
-
-        Args:
-            key: of the entry; a leading "next" does not count.
-            lanes: the L environments.
-            ended: those of them that were reset in the same step: the infos of their step are in
-                `final_info`, and those at the top level are of the reset. But what the loop itself added
-                to the infos of a vector, which has no mask, is of the step.
-
-        Returns:
-            `[L, ...]`, without the leading dimension for a single environment.
-
-        Raises:
-            KeyError: an environment does not have the entry.
-            TypeError: it is a tuple of tensors.
-        """
-        path = key_path(key)
-        path = path[1:] if path[0] == "next" else path
-        if self._is_mapping:
-            _refuse_pair(self._infos.get(path[0]), path)
-        is_of_loop = self._is_vector and self._is_mapping
-        if is_of_loop and not ended and (whole := self._whole(path, lanes)) is not _MISSING:
-            return whole
-        is_of_loop = is_of_loop and f"_{path[0]}" not in self._infos
-        values = []
-        for lane in lanes:
-            full = ("final_info", *path) if lane in ended else path
-            value = self._of_lane(full, lane)
-            if value is _MISSING and is_of_loop:
-                value = self._of_lane(path, lane)
-            if value is _MISSING:
-                raise KeyError(
-                    f"the info {'.'.join(full)!r} must be there at every step, environment {lane} does "
-                    f"not have it; there are {self._names(lane)}; correct info_keys or extra_fields, or "
-                    f"hand it on, as in {{**infos, {full[-1]!r}: ...}}"
-                )
-            values.append(value)
-        if not self._is_vector:
-            return values[0]
-        if isinstance(values[0], torch.Tensor):
-            return torch.stack(values)
-        return np.stack([np.asarray(value) for value in values])
-
-    def final_obs(self, lane: int) -> Any:
-        """Returns the last observation of an environment that ended.
-
-        Raises:
-            ValueError: it is not there.
-        """
-        found = self._of_lane(("final_obs",), lane)
-        if found is _MISSING or found is None:
-            raise ValueError(
-                f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
-                f"autoreset_mode 'SameStep', got the keys {self._names(lane)}; pass the infos of `step` "
-                "as they are, or the mode that the environments have (env.metadata['autoreset_mode'])"
-            )
-        return found
-
-    def _whole(self, path: tuple[str, ...], lanes: Sequence[int]) -> Any:
-        """Returns the entry of all `lanes` in one piece; _MISSING unless each of them has it."""
-        value = self._infos
-        for name in path:
-            if not isinstance(value, Mapping) or name not in value:
-                return _MISSING
-            mask = value.get(f"_{name}")
-            if mask is not None and not mask.all() and not mask[list(lanes)].all():
-                return _MISSING
-            value = value[name]
-        # Object arrays and lists, filled by the environments, are read one environment at a time.
-        if not getattr(value, "shape", ()) or value.dtype == object:
-            return _MISSING
-        return value if len(lanes) == self._num_envs else value[list(lanes)]
-
-    def _of_lane(self, path: tuple[str, ...], lane: int) -> Any:
-        is_masked = self._is_vector and self._is_mapping
-        value = self._infos[lane] if self._is_vector and not is_masked else self._infos
-        for name in path:
-            if is_masked and isinstance(value, list | tuple | np.ndarray):
-                # `final_info` with a dictionary for each environment.
-                value, is_masked = value[lane], False
-            if not isinstance(value, Mapping) or name not in value:
-                return _MISSING
-            mask = value.get(f"_{name}") if is_masked else None
-            if mask is not None and not mask[lane]:
-                return _MISSING
-            value = value[name]
-        return _row(value, lane) if is_masked else value
-
-    def _names(self, lane: int) -> list[str]:
-        infos = self._infos if self._is_mapping else self._infos[lane]
-        return sorted(str(name) for name in infos if not str(name).startswith("_"))
+    path = _path(key)
+    found, is_there = _column(infos, path, len(ended))
+    if ended.any() and (path[0] not in infos or f"_{path[0]}" in infos):
+        last, is_last = _column(infos.get("final_info"), path, len(ended))
+        is_there = np.where(ended, is_last, is_there)
+        if found is None or last is None:
+            found = last if found is None else found
+        else:
+            found = found.clone() if isinstance(found, torch.Tensor) else found.copy()
+            found[ended] = last[ended]
+    if not is_there[lanes].all():
+        raise _missing(infos, key)
+    found = found if len(lanes) == len(ended) else found[lanes]
+    # What gymnasium has no dtype for, such as lists of numbers.
+    return np.stack([*map(np.asarray, found)]) if found.dtype == object else found
 
 
-def _refuse_pair(value: Any, path: tuple[str, ...]) -> None:
-    if isinstance(value, tuple) and value and all(isinstance(each, torch.Tensor) for each in value):
-        raise TypeError(
-            f"infos[{path[0]!r}] must be one tensor, got a tuple of {len(value)}: store each under a "
-            "name of its own, as with extra_fields={'hidden': ..., 'cell': ...}"
+def final_obs(infos: Infos, lane: int) -> Any:
+    """Returns the last observation of an environment that ended and was reset.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    found, mask = infos.get("final_obs"), infos.get("_final_obs")
+    if found is None or (mask is not None and not mask[lane]):
+        raise ValueError(
+            f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
+            f"autoreset_mode 'SameStep', got {sorted(map(str, infos))}: pass the infos of `step` as they "
+            "are, or the mode that the environments have (env.metadata['autoreset_mode'])."
         )
+    return _row(found, lane)
+
+
+def _column(infos: Any, path: tuple[str, ...], num_envs: int) -> tuple[Any, np.ndarray]:
+    """Returns an entry `[E, ...]`, None if there is none, and of which environments it is."""
+    is_there = np.ones(num_envs, bool)
+    for name in path:
+        if not isinstance(infos, Mapping) or name not in infos:
+            return None, np.zeros(num_envs, bool)
+        is_there = is_there & np.asarray(infos.get(f"_{name}", True))
+        infos = infos[name]
+    found = infos.detach() if isinstance(infos, torch.Tensor) else np.asarray(infos)
+    if found.shape[:1] != (num_envs,):
+        raise ValueError(
+            f"infos must hold a value of {'.'.join(path)!r} for each of {num_envs} environments, got "
+            f"{infos!r:.80}."
+        )
+    return found, is_there
+
+
+def _path(key: NestedKey) -> tuple[str, ...]:
+    path = key_path(key)
+    return path[1:] if path[0] == "next" else path
+
+
+def _missing(infos: Infos, key: NestedKey) -> KeyError:
+    there = sorted(str(name) for name in infos if not str(name).startswith("_"))
+    return KeyError(
+        f"the infos must hold {'.'.join(_path(key))!r} at every step of every environment, got {there}: "
+        f"hand it on, as in {{**infos, {_path(key)[-1]!r}: ...}}."
+    )
 
 
 def _row(value: Any, lane: int) -> Any:
-    """Returns the row of one environment, also from dictionaries of columns."""
+    """Returns the row of one environment, also of a dictionary of columns."""
     if isinstance(value, Mapping):
         return {name: _row(entry, lane) for name, entry in value.items()}
-    try:
-        return value[lane]
-    except (IndexError, TypeError) as error:
-        raise ValueError(
-            f"the infos of a vector must hold a value for each environment, got {value!r:.80}; pass "
-            "the infos of `step` as they are, or a list with a dictionary for each environment"
-        ) from error
-
-
-def last_observations(
-    layout: StepLayout, infos: Infos, lane: int
-) -> Iterator[tuple[NestedKey, torch.Tensor]]:
-    """Yields the checked entries of the last observation of an environment that ended.
-
-    Args:
-        layout: of the transitions.
-        infos: those of the step.
-        lane: the environment.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is not an observation, or missing.
-    """
-    name, given = "infos['final_obs']", infos.final_obs(lane)
-    values = read_tree(layout.observations, entries(given), name)
-    for leaf, value in zip(leaves_of(layout.observations), values, strict=True):
-        column = layout.columns[leaf.key].read(value, name, leaf.label, is_vector=False)
-        yield leaf.next_key, column[0]
+    return value[lane]

@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
-from tensordict import NestedKey
+from tensordict import NestedKey, unravel_key
 
-from trl_storages import arguments
-from trl_storages.arguments import counted
+from trl_storages import arguments, keys
 from trl_storages.index.naming import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
-from trl_storages.writing.columns import Column, as_tensor
-from trl_storages.writing.fields import Choices, Field, InfoKeys
-from trl_storages.writing.infos import Infos, last_observations
-from trl_storages.writing.plan import StepLayout, entries, plan, read_tree
+from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
+from trl_storages.writing.infos import column_of, final_obs, info_of
 from trl_storages.writing.staging import Staging
+from trl_storages.writing.values import as_tensor
 
 __all__ = ["Recorder"]
 
 _SAME_STEP, _NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
+#: observations, actions, rewards, terminateds, truncateds, infos, next observations
+Step = Sequence[Any]
 
 
 class Recorder:
@@ -62,10 +62,9 @@ class Recorder:
         self._fields, self._choices = fields, choices or {}
         # Which environments are only reset by their next step.
         self._ended = np.zeros(num_envs, bool)
-        self._plan: StepLayout | None = None
         self._staging: Staging | None = None
 
-    def read(self, step: Sequence[Any], storage: PackedStorage) -> tuple[Block, Layout] | None:
+    def read(self, step: Step, storage: PackedStorage) -> tuple[Block, Layout] | None:
         """Reads and checks the seven values of a step.
 
         Returns:
@@ -75,81 +74,59 @@ class Recorder:
         Raises:
             KeyError, TypeError, ValueError: something does not fit.
         """
-        observations, actions, rewards, terminateds, truncateds, infos, next_observations = step
         if self.num_envs > 1 and self.autoreset_mode is None:
             raise ValueError(
                 f"autoreset_mode must be named for {self.num_envs} environments, got None: make the "
-                "storage with env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets them"
+                "storage with env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets them."
             )
-        infos = {} if infos is None else infos
-        is_vector = self._is_vector(terminateds, infos)
-        said = Infos(infos, self.num_envs, is_vector)
+        infos = {} if step[5] is None else step[5]
+        if type(infos) is not dict and not isinstance(infos, Mapping):
+            raise TypeError(f"infos must be a dictionary as of `step`, got {type(infos).__name__}.")
+        is_vector = self._is_vector(step[3])
         lanes = None
         if self.autoreset_mode is _NEXT_STEP and self._ended.any():
             lanes = np.flatnonzero(~self._ended)
             if not len(lanes):
                 return None
-        observations, next_observations = entries(observations), entries(next_observations)
         made = self._staging
         if made is None or made.is_vector != is_vector or made.layout is not storage.layout:
-            made = self._stage(observations, actions, said, lanes, step, storage, is_vector)
-        stepped: StepLayout = self._plan  # type: ignore[assignment]
-        made.put(
-            [
-                *(terminateds, truncateds, rewards),
-                *read_tree(stepped.observations, observations, "observations"),
-                *read_tree(stepped.actions, actions, "actions"),
-                *read_tree(stepped.observations, next_observations, "next_observations"),
-            ],
-            lanes,
-        )
-        finals = []
-        if self.autoreset_mode is _SAME_STEP and made.done.any():
-            finals = np.flatnonzero(made.done).tolist()
-            for lane in finals:
-                # In the place of the first observations of the new episodes.
-                for key, value in last_observations(stepped, said, lane):
-                    made.set(key, lane, value)
-        if self.info_keys:
-            rows = [*range(self.num_envs)] if lanes is None else lanes.tolist()
-            for key in self.info_keys:
-                column = Column(*stepped.fields[key], len(rows))
-                value = said.of_lanes(key, rows, finals)
-                value = column.read(value, "infos", f"[{key!r}]", is_vector)
-                made.set(key, slice(None) if lanes is None else lanes, value)
+            made = self._staging = self._stage(step, infos, lanes, storage, is_vector)
+        made.put(step, lanes)
+        was_reset = made.done & (self.autoreset_mode is _SAME_STEP)
+        for lane in was_reset.nonzero()[0].tolist():
+            made.put_final(lane, final_obs(infos, lane))
+        for key in self.info_keys:
+            made.put_info(key, lanes, self._info(infos, key, lanes, was_reset, is_vector))
         return made.block(lanes), made.layout
 
+    def _info(
+        self, infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray, is_vector: bool
+    ) -> Any:
+        if not is_vector:
+            return info_of(infos, key)
+        lanes = np.arange(self.num_envs) if lanes is None else lanes
+        return column_of(infos, key, lanes, was_reset)
+
     def _stage(
-        self,
-        observations: Any,
-        actions: Any,
-        infos: Infos,
-        lanes: np.ndarray | None,
-        step: Sequence[Any],
-        storage: PackedStorage,
-        is_vector: bool,
+        self, step: Step, infos: Any, lanes: Any, storage: PackedStorage, is_vector: bool
     ) -> Staging:
         """Makes what takes steps such as this one."""
-        fields = self._fields
-        if fields is None and storage.layout is not None:
-            fields = {key: kind[:2] for key, kind in storage.layout.described.items()}
-        rows = [*range(self.num_envs)] if lanes is None else lanes.tolist()
-        ended: Sequence[int] = ()
-        if self.autoreset_mode is _SAME_STEP:
-            ended = np.flatnonzero(_ended(step)).tolist()
-        found = {key: infos.of_lanes(key, rows, ended) for key in self.info_keys}
-        stepped = plan(fields, observations, actions, found, self.num_envs, is_vector)
-        layout = storage.layout_for(stepped.fields)
-        if missing := [key for key in layout.described if key not in stepped.fields]:
-            raise KeyError(f"the rows have {missing} too, which this step does not hold.")
-        self._plan = stepped
-        self._staging = made = Staging(stepped, layout, self.num_envs, is_vector, self._choices)
-        return made
+        layout = storage.layout
+        if layout is None:
+            fields = _learned(step, is_vector) if self._fields is None else {**self._fields}
+            flags = (as_tensor(each, "flags").cpu().numpy() for each in step[3:5])
+            was_reset = np.logical_or(*flags).reshape(-1) & (self.autoreset_mode is _SAME_STEP)
+            for key in self.info_keys:
+                if key not in fields:
+                    value = self._info(infos, key, lanes, was_reset, is_vector)
+                    _add(fields, key, value, is_vector)
+            layout = storage.layout_for(fields)
+        return Staging(self.info_keys, layout, self.num_envs, is_vector, self._choices)
 
-    def remember(self, step: Sequence[Any]) -> None:
+    def remember(self) -> None:
         """Remembers, once a step is written, which environments it ended."""
-        if self.autoreset_mode is _NEXT_STEP:
-            self._ended = _ended(step) & ~self._ended
+        if self.autoreset_mode is _NEXT_STEP and self._staging is not None:
+            self._ended = self._staging.done & ~self._ended
 
     def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, after a manual `reset` of some, or of all."""
@@ -173,33 +150,34 @@ class Recorder:
 
         return adopt
 
-    def _is_vector(self, terminateds: Any, infos: Any) -> bool:
+    def _is_vector(self, terminateds: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
-        is_mapping = type(infos) is dict or isinstance(infos, Mapping)
         kind = type(terminateds)
-        if kind is bool or not (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
-            if self.num_envs > 1:
-                raise ValueError(
-                    f"terminateds must hold {self.num_envs} flags, one for each environment, got a "
-                    "single one; make the storage with num_envs=1 for a single environment"
-                )
-            if not is_mapping:
-                raise TypeError(
-                    "infos must be a dictionary for a single environment, got "
-                    f"{type(infos).__name__}; pass the one that `step` returned"
-                )
-            return False
-        if not is_mapping and len(infos) != self.num_envs:
+        if kind is not bool and (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
+            return True
+        if self.num_envs > 1:
             raise ValueError(
-                f"infos must hold {counted(self.num_envs, 'environment')}, got {len(infos)}"
+                f"terminateds must hold {self.num_envs} flags, one for each environment, got one."
             )
-        return True
+        return False
 
 
-def _ended(step: Sequence[Any]) -> np.ndarray:
-    """Returns `[E]` which episodes a step ended."""
-    terminated, truncated = (as_tensor(flags, "flags").cpu().numpy() for flags in step[3:5])
-    return np.logical_or(terminated, truncated).reshape(-1)
+def _learned(step: Step, is_vector: bool) -> dict[NestedKey, Field]:
+    """Returns the fields of a first step without its infos, with the dtypes of its values."""
+    fields = dict(OUTCOME_FIELDS)
+    observations = step[0] if isinstance(step[0], Mapping) else {"observation": step[0]}
+    for path, value in keys.leaves(observations, "observations"):
+        for each in (path, ("next", *path)):
+            _add(fields, unravel_key(each), value, is_vector)
+    for path, value in keys.leaves(step[1], "actions", keys.key_path(keys.ACTION)):
+        _add(fields, unravel_key(path), value, is_vector)
+    return fields
+
+
+def _add(fields: dict[NestedKey, Field], key: NestedKey, value: Any, is_vector: bool) -> None:
+    tensor = as_tensor(value, repr(key))
+    keys.check_free(key, fields)
+    fields[key] = (tensor.dtype, tensor.shape[1:] if is_vector else tensor.shape)
 
 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
@@ -210,6 +188,6 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if found is None:
         raise ValueError(
             f"autoreset_mode must be None or one of {[item.value for item in AutoresetMode]}, "
-            f"got {mode!r}; env.metadata['autoreset_mode'] has it"
+            f"got {mode!r}; env.metadata['autoreset_mode'] has it."
         )
     return found

@@ -5,7 +5,7 @@ Letters: E environments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,27 @@ from tensordict import NestedKey
 from trl_storages import keys
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
-from trl_storages.writing.columns import TORCH_TO_NUMPY, Column
-from trl_storages.writing.fields import Choices, strange_action
-from trl_storages.writing.plan import StepLayout
+from trl_storages.writing.fields import Choices
+from trl_storages.writing.values import NUMPY_TO_TORCH, TORCH_TO_NUMPY, as_field
 
 __all__ = ["Staging"]
 
-_SCALARS = (keys.REWARD, keys.TERMINATED, keys.TRUNCATED)
+#: The names of nested dictionaries in the order of their values; None at the end of a path.
+Tree = dict[str, Any] | None
+_OUTCOMES = (keys.REWARD, keys.TERMINATED, keys.TRUNCATED)
+_REALS = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
+_FLOATS: frozenset[type] = frozenset({float, np.float64, np.float32})
+_NUMBERS: dict[Any, frozenset[type]] = {
+    np.dtype(bool): frozenset({bool, np.bool_}),
+    np.dtype(np.int64): frozenset({int, np.int64}),
+}
 
 
 class Staging:
     """Takes the values of a step, each through a view that is made once.
 
     Args:
-        plan: how the arguments of a step map to fields.
+        keys_of_infos: fields that come from the infos.
         layout: of the rows.
         num_envs: E.
         is_vector: whether values have the leading dimension.
@@ -37,7 +44,7 @@ class Staging:
 
     def __init__(
         self,
-        plan: StepLayout,
+        keys_of_infos: Collection[NestedKey],
         layout: Layout,
         num_envs: int,
         is_vector: bool,
@@ -46,108 +53,133 @@ class Staging:
         self.layout, self.is_vector = layout, is_vector
         self._words = np.zeros((num_envs, layout.row_words), np.int64)
         rows = torch.from_numpy(self._words)
-        self._views = {key: _view(layout, key, rows) for key in plan.fields}
-        self._places = [
-            _Place(self._views[key], key, column, argument, label, is_vector)
-            for key, column, argument, label in plan.places
+        views = {field.key: _view(layout, field.key, rows) for field in layout.fields}
+
+        def place(key: NestedKey, name: str) -> _Place:
+            return _Place(layout.field(key), views[key], name, is_vector)
+
+        # Keys that also exist under `next` are observations; the rest, infos aside, are actions.
+        here = [
+            key for key in views if keys.key_path(key)[0] != "next" and key not in keys_of_infos
         ]
-        self._stored_done = self._views[keys.DONE][:, 0]
-        self._flags = self._views[keys.TERMINATED][:, 0], self._views[keys.TRUNCATED][:, 0]
+        seen = [key for key in here if keys.next_key(key) in views]
+        acted = [key for key in here if key not in seen]
+        self._observations, seen = _tree(seen)
+        actions, acted = _tree(acted)
+        # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
+        self._actions: Tree = actions["action"] if [*actions] == ["action"] else actions
+        self._next_places = [place(keys.next_key(key), f"next {key!r}") for key in seen]
+        self._places = [
+            place(keys.TERMINATED, "terminateds"),
+            place(keys.TRUNCATED, "truncateds"),
+            place(keys.REWARD, "rewards"),
+            *(place(key, f"observations {key!r}") for key in seen),
+            *(place(key, f"actions {key!r}") for key in acted),
+            *self._next_places,
+        ]
+        self._infos = {key: place(key, f"infos {key!r}") for key in keys_of_infos}
+        known = {keys.DONE, *self._infos, *(each.key for each in self._places)}
+        if lost := [key for key in views if key not in known]:
+            raise KeyError(f"the rows hold {lost}, which a step of a loop does not: use extend().")
+        self._flags = views[keys.TERMINATED][:, 0], views[keys.TRUNCATED][:, 0]
+        self._stored_done = views[keys.DONE][:, 0]
         #: `[E]` which episodes end with this step.
         self.done = np.zeros(num_envs, bool)
-        self._choices = {
-            key: (self._views[key], of_key.first, of_key.first + of_key.number, of_key)
-            for key, of_key in choices.items()
-            if key in self._views
-        }
+        self._choices = [
+            (key, views[key], it.first, it.first + it.number)
+            for key, it in choices.items()
+            if key in views
+        ]
         self._lanes, self._offsets = np.arange(num_envs), np.arange(num_envs + 1)
+        self._cut = np.zeros(num_envs, bool)
 
-    def put(self, values: list[Any], lanes: np.ndarray | None) -> None:
-        """Takes terminateds, truncateds, rewards, observations, actions and next observations.
+    def put(self, step: Sequence[Any], lanes: np.ndarray | None) -> None:
+        """Takes the seven values of a step but its infos.
 
         Args:
-            values: in the order of the plan.
+            step: observations, actions, rewards, terminateds, truncateds, infos, next observations.
             lanes: the environments that made a transition; None is all.
 
         Raises:
-            TypeError, ValueError: a value does not fit, or an action is not in its space.
+            KeyError, TypeError, ValueError: a value does not fit, or an action is not in its space.
         """
+        values = [
+            *(step[3], step[4], step[2]),
+            *_values(self._observations, _named(step[0]), "observations"),
+            *_values(self._actions, step[1], "actions"),
+            *_values(self._observations, _named(step[6]), "next_observations"),
+        ]
         for place, value in zip(self._places, values, strict=True):
             kind = type(value)
             if (
-                kind is np.ndarray
-                and value.shape == place.shape
-                and (value.dtype == place.dtype or value.dtype in place.others)
+                kind is np.ndarray and value.shape == place.shape and value.dtype in place.dtypes
             ) or kind in place.numbers:
                 place.target[...] = value
             else:
-                place.read(value)
+                place.set(place.all, value)
         np.logical_or(*self._flags, out=self.done)
         self._stored_done[...] = self.done
-        for key, (taken, low, high, choices) in self._choices.items():
-            if ((taken < low) | (taken >= high)).any():
-                _refuse(key, choices, taken, self._lanes if lanes is None else lanes)
+        for key, taken, low, end in self._choices:
+            if ((taken < low) | (taken >= end)).any():
+                chosen = taken if lanes is None else taken[lanes]
+                if ((chosen < low) | (chosen >= end)).any():
+                    raise ValueError(
+                        f"{key!r} must be from {low} up to {end} (exclusive), got {chosen.tolist()}: "
+                        "pass the action that `step` was given."
+                    )
 
-    def set(self, key: NestedKey, lanes: Any, value: torch.Tensor) -> None:
-        """Sets a checked field of one or some environments."""
-        target = self._views[key]
-        if isinstance(target, torch.Tensor):
-            target[lanes] = value.cpu().reshape(target[lanes].shape)
-        else:
-            target[lanes] = value.cpu().numpy().reshape(target[lanes].shape)
+    def put_final(self, lane: int, observation: Any) -> None:
+        """Takes the last observation of an environment in the place of the first of a new episode."""
+        values = _values(self._observations, _named(observation), "infos['final_obs']")
+        for place, value in zip(self._next_places, values, strict=True):
+            place.set(lane, value)
+
+    def put_info(self, key: NestedKey, lanes: np.ndarray | None, value: Any) -> None:
+        """Takes an entry of the infos of some environments, or of all."""
+        place = self._infos[key]
+        place.set(place.all if lanes is None else lanes, value)
 
     def block(self, lanes: np.ndarray | None) -> Block:
         """Returns the step as a block, valid until the next step is put."""
         if lanes is None:
-            cut = np.zeros(len(self.done), bool)
-            return Block(self._lanes, self._offsets, self._words, self.done, cut)
-        cut = np.zeros(len(lanes), bool)
+            return Block(self._lanes, self._offsets, self._words, self.done, self._cut)
+        L = len(lanes)
         return Block(
-            lanes, self._offsets[: len(lanes) + 1], self._words[lanes], self.done[lanes], cut
+            *(lanes, self._offsets[: L + 1], self._words[lanes], self.done[lanes], self._cut[:L])
         )
 
 
 class _Place:
-    """Where a value goes, and which values are copied there as they are."""
+    """Where the values of a field go, and which are copied there as they are."""
 
-    def __init__(
-        self,
-        view: Any,
-        key: NestedKey,
-        column: Column,
-        argument: str,
-        label: str,
-        is_vector: bool,
-    ) -> None:
-        target = view if is_vector else view[0, ...]
-        if key in _SCALARS and view.shape[1:] == (1,):
-            target = target[..., 0] if is_vector else target
-        self.target, self.shape = target, tuple(target.shape)
-        if key in _SCALARS and not is_vector:
-            self.shape = ()
-        # Views of what NumPy has no dtype for are tensors, into which nothing is copied as it is.
-        is_array = isinstance(view, np.ndarray)
-        self.dtype = view.dtype if is_array else None
-        self.others = column.real_dtypes if is_array else frozenset()
-        self.numbers: frozenset[type] = frozenset() if is_vector else column.numbers
-        if self.dtype == np.int64 and self.shape == ():
-            self.numbers = frozenset({int, np.int64})
-        # Stacks are kept as frames.
-        if is_array and view.shape[1:] != column._shape:
-            self.dtype, self.others = None, frozenset()
-        self._column, self._named = column, (argument, label, is_vector)
+    def __init__(self, field: Any, view: Any, name: str, is_vector: bool) -> None:
+        self.key, self._field, self._view, self._name = field.key, field, view, name
+        self._is_lossy = field.key == keys.REWARD
+        #: The rows of all environments; of the single one if values have no leading dimension.
+        self.all: Any = slice(None) if is_vector else 0
+        is_scalar = field.key in _OUTCOMES and field.shape == (1,)
+        #: Where values of `shape` and one of `dtypes` are copied as they are, and plain `numbers`.
+        self.target = view[self.all, ..., 0] if is_scalar else view[self.all, ...]
+        self.shape = tuple(self.target.shape)
+        self.dtypes: frozenset[Any] = frozenset()
+        self.numbers: frozenset[type] = frozenset()
+        # Views of what NumPy has no dtype for are tensors, and stacks are kept as frames.
+        if isinstance(view, np.ndarray) and view.shape[1:] == field.shape:
+            self.dtypes = _REALS if self._is_lossy else frozenset({view.dtype})
+            if not self.shape:
+                self.numbers = _FLOATS if self._is_lossy else _NUMBERS.get(view.dtype, self.numbers)
 
-    def read(self, value: Any) -> None:
-        """Takes any value that the column can hold.
+    def set(self, rows: Any, value: Any) -> None:
+        """Takes any value that the field can hold, of one or of some environments.
 
         Raises:
             TypeError, ValueError: it can't.
         """
-        found = self._column.read(value, *self._named).reshape(self.target.shape)
-        if isinstance(self.target, torch.Tensor):
-            self.target.copy_(found)
-        else:
-            self.target[...] = found.cpu().numpy()
+        target, field = self._view[rows], self._field
+        shape = (*target.shape[: len(target.shape) - self._view.ndim + 1], *field.shape)
+        found = as_field(value, field.dtype, shape, self._name, lossy=self._is_lossy)
+        found = found.cpu().reshape(target.shape)
+        self._view[rows] = found if isinstance(target, torch.Tensor) else found.numpy()
 
 
 def _view(layout: Layout, key: NestedKey, rows: torch.Tensor) -> Any:
@@ -162,10 +194,43 @@ def _view(layout: Layout, key: NestedKey, rows: torch.Tensor) -> Any:
     return view.numpy() if field.dtype in TORCH_TO_NUMPY else view
 
 
-def _refuse(key: NestedKey, choices: Choices, taken: np.ndarray, lanes: np.ndarray) -> None:
-    if strange := strange_action(key, choices, taken[lanes]):
-        lane, wrong = strange
-        raise ValueError(
-            f"{wrong} in environment {lanes[lane]}; pass the action that `step` was given, or make the "
-            "storage for a space that has it."
+def _named(observations: Any) -> Any:
+    """Returns observations as a dictionary, with the names of TorchRL's environments."""
+    if type(observations) is not dict and not isinstance(observations, Mapping):
+        return {"observation": observations}
+    if "state" in observations and "observation" not in observations:
+        return {
+            "observation" if name == "state" else name: observations[name] for name in observations
+        }
+    return observations
+
+
+def _tree(found: Iterable[NestedKey]) -> tuple[dict[str, Any], list[NestedKey]]:
+    """Returns the names of nested dictionaries that hold these keys, and the keys in their order."""
+    tree = keys.nested((keys.key_path(key), key) for key in found)
+    ordered = [key for _, key in keys.leaves(tree, "")]
+    return keys.nested((keys.key_path(key), None) for key in ordered), ordered
+
+
+def _values(tree: Tree, values: Any, argument: str) -> list[Any]:
+    """Returns the values of nested dictionaries with exactly the names of a tree.
+
+    Raises:
+        KeyError: an entry is missing.
+        TypeError: a value is not a dictionary where the tree has one.
+        ValueError: there are entries that the tree lacks.
+    """
+    if tree is None:
+        return [values]
+    # An isinstance check against Mapping takes longer than the reading.
+    if type(values) is not dict and not isinstance(values, Mapping):
+        raise TypeError(
+            f"{argument} must be a dictionary of {[*tree]}, got {type(values).__name__}."
         )
+    if tree.keys() != values.keys():
+        kind = KeyError if tree.keys() - values.keys() else ValueError
+        raise kind(f"{argument} must have the keys {[*tree]}, got {sorted(map(str, values))}.")
+    found: list[Any] = []
+    for name, branch in tree.items():
+        found += [values[name]] if branch is None else _values(branch, values[name], argument)
+    return found
