@@ -1,7 +1,7 @@
 """Times this package next to other libraries: `python -m tests.benchmarks --help`.
 
 The libraries run in one process for each number of threads, and take turns. Prints tables of medians
-and ratios, then the targets and whether they are met. Absolute figures move between machines and with
+and ratios, then where another library is ahead. Absolute figures move between machines and with
 what else a machine does; both sides of a ratio are of the same moments.
 """
 
@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,16 +21,15 @@ from tests.benchmarks.peers import PEERS, missing_peers
 from tests.benchmarks.readme import pages_of, update
 from tests.benchmarks.results import Report, describe_machine
 from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
-from tests.benchmarks.tables import format_machine, format_report
+from tests.benchmarks.tables import format_all, format_missed
 
 ROOT = Path(__file__).parents[2]
 # Sections that are of one number of threads, the first that is asked for.
-ONCE = ("stored_once", "growth", "mapped", "cold", "memory")
+ONCE = ("stored_once", "mapped", "cold", "memory")
 # One that measures memory, for which a process must not have had any that it can take again.
 FRESH = ("stored_once",)
 # Sections that compare with what only the CPU has.
-ON_CPU = ("stored_once", "growth", "mapped", "memory")
-BACKENDS = ("numba", "torch")
+ON_CPU = ("stored_once", "mapped", "memory")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,8 +43,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 4096])
     parser.add_argument("--threads", nargs="+", type=int, default=None)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--backend", choices=BACKENDS, default=None,
-                        help="for rows on the CPU: compiled loops, or tensor operations")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                         help="where batches arrive, and the rows of who keeps them there")  # fmt: skip
     parser.add_argument("--unequal", action="store_true", help="episodes of 1 to 99 steps, not 50")
@@ -55,7 +51,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
                         help="processor time is steadier on a busy machine")  # fmt: skip
     parser.add_argument("--json", type=Path, help="file to keep the results in")
-    parser.add_argument("--plot", type=Path, help="file to draw the medians into")
     parser.add_argument("--readme", type=Path, metavar="JSON",
                         help="measure nothing; write the tables of such a file into "
                         "tutorials/speed.md and tests/benchmarks/README.md")  # fmt: skip
@@ -69,10 +64,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--rows must be at least as many as are drawn, {max(parsed.batches)}; got {parsed.rows}"
         )
-    if parsed.plot is not None and "sampling" not in parsed.only:
-        parser.error('--plot draws the section "sampling": leave --only out, or add it')
-    if parsed.plot is not None and find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: pip install -e ".[bench]"')
     return parsed
 
 
@@ -110,17 +101,11 @@ def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
     )
 
 
-def choose_backend(arguments: argparse.Namespace) -> None:
-    """Lets the processes that measure know of it, before they make any part of a storage."""
-    arguments.backend = arguments.backend or os.environ.get("TRL_STORAGES_BACKEND", BACKENDS[0])
-    os.environ["TRL_STORAGES_BACKEND"] = arguments.backend
-
-
 def measure_all(arguments: argparse.Namespace) -> Report:
     """Runs the sections that were asked for, for each number of threads."""
     threads = arguments.threads or ([1] if arguments.quick else [1, 2])
     report = Report(machine=describe_machine(), left_out=missing_peers(arguments.peers))
-    report.machine |= {"backend": arguments.backend, "device": arguments.device}
+    report.machine |= {"device": arguments.device}
     if arguments.device == "cuda":
         report.machine["device"] = torch.cuda.get_device_name()
     print(*report.left_out, sep="\n", end="", file=sys.stderr)
@@ -153,14 +138,8 @@ def main() -> None:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device.")
         return
-    choose_backend(arguments)
     report = measure_all(arguments)
-    print(format_machine(report.machine))
-    print(*format_report(report), sep="\n")
-    if arguments.plot is not None:
-        from tests.benchmarks.plot import draw
-
-        draw(report, arguments.plot)
+    print(*format_all(report), *format_missed(report), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,3 +1,3 @@
 """Keeps what needs libraries that may not be installed from being imported for docstrings."""
 
-collect_ignore_glob = ["over_ray.py", "peers/*.py"]
+collect_ignore_glob = ["peers/*.py"]

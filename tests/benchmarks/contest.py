@@ -12,7 +12,7 @@ from typing import Any
 from tests.benchmarks.data import Columns, flat_columns, goal_columns, take_rows
 from tests.benchmarks.measure import Effort, Turn, nothing
 from tests.benchmarks.memory import resident_bytes
-from tests.benchmarks.peers import ON_CUDA, ONLY_CUDA, PEERS, Buffer, load_peer
+from tests.benchmarks.peers import ON_CUDA, PEERS, Buffer, load_peer
 
 __all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who"]
 
@@ -23,7 +23,7 @@ NEW_ROWS = 400
 # Works on observations that are one array.
 FLAT = (
     *("n_step", "priorities", "recent", "pixels", "pixels_n_step"),
-    *("flat", "flat_flawed", "flat_plain", "stacks", "stacks_flawed", "stacks_plain"),
+    *("flat", "flat_flawed", "stacks", "stacks_flawed"),
 )
 
 Contestant = tuple[str, str]  # peer, work
@@ -79,7 +79,8 @@ class Contest:
     ):
         if columns is None:
             columns = goal_columns(rows + SPARE_ROWS, unequal=unequal)
-            columns = flat_columns(columns) if contestants[0][1] in FLAT else columns
+            is_flat = any(work in FLAT for _, work in contestants)
+            columns = flat_columns(columns) if is_flat else columns
         self.fill, self.new = take_rows(columns, 0, rows), take_rows(columns, rows, None)
         self.rows, self.capacity = rows, len(columns["done"])
         gc.collect()  # The libraries of the contest before this one may still hold their rows.
@@ -145,9 +146,9 @@ def who(plan: Plan, *works: str, own: tuple[str, ...] = ()) -> list[Contestant]:
     found: list[Contestant] = []
     for name in plan.peers:
         peer = load_peer(name)
-        is_there = name not in ONLY_CUDA if plan.device == "cpu" else name in ON_CUDA
+        is_there = plan.device == "cpu" or name in ON_CUDA
         if isinstance(peer, str) or not is_there:
             continue
-        wanted = (*own, *works) if name in ("ours", "captured", "compiled") else works
+        wanted = (*own, *works) if name in ("ours", "compiled") else works
         found += [(name, work) for work in wanted if work in peer.WORKS]
     return list(dict.fromkeys(found))

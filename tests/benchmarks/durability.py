@@ -9,6 +9,7 @@ The run that is kept is in the page on directories: `--json tests/benchmarks/dur
 """
 
 import argparse
+import itertools
 import json
 import shutil
 import sqlite3
@@ -25,14 +26,14 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from tests.benchmarks.data import goal_columns, to_tensordict
+from tests.benchmarks.peers.ours import ACTION_SPACE, GOAL_SPACE
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
-from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage, UniformSampler
+from trl_storages import ReplayStorage, UniformReplayStorage
 
 BATCH = 256
 BLOCKS = (1, 50, 1000)  # steps of a write
-# The goal environment of the other benchmarks: 25 + 3 + 3 observation floats, 4 action floats.
-FLOATS = {"observation": 25, "achieved_goal": 3, "desired_goal": 3}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -46,14 +47,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def transitions(steps: int) -> TensorDict:
-    observation, led_to = (
-        {key: torch.rand(steps, size) for key, size in FLOATS.items()} for _ in range(2)
-    )
-    flags = {key: torch.zeros(steps, 1, dtype=torch.bool) for key in ("terminated", "truncated")}
-    done = (torch.arange(steps) % 50 == 49)[:, None]
-    after = {**led_to, **flags, "done": done, "reward": torch.rand(steps, 1)}
-    return TensorDict({**observation, "action": torch.rand(steps, 4), "next": after}, [steps])
+def blocks(steps: int) -> Iterator[TensorDict]:
+    """Gives blocks of consecutive steps of a goal environment, over and over."""
+    rows = to_tensordict(goal_columns(max(1000, steps)))
+    return itertools.cycle(rows.split(steps))
 
 
 class Store(ABC):
@@ -107,11 +104,8 @@ class Ours(Store):
         self._storage = self._open()
 
     def _open(self) -> ReplayStorage:
-        return ReplayStorage(
-            storage=PackedStorage(self.num_rows, scratch_dir=self.path),
-            writer=EpisodeWriter(on_gap="ignore"),
-            sampler=UniformSampler(),
-            batch_size=BATCH,
+        return UniformReplayStorage(
+            GOAL_SPACE, ACTION_SPACE, storage_size=self.num_rows, path=self.path, batch_size=BATCH
         )
 
     def write(self, data: TensorDict) -> None:
@@ -138,7 +132,7 @@ class _OfBytes(Store):
         super().__init__(path, num_rows)
         assert path is not None
         path.mkdir()
-        one = transitions(1)
+        one = next(blocks(1))
         self._keys = list(one.keys(True, True))
         columns = [one[key].numpy() for key in self._keys]
         self._row = np.dtype(
@@ -255,6 +249,10 @@ class SyncedLMDB(LMDB):
 STORES = (Ours, Ours, SQLite, LMDB, SyncedLMDB)
 
 
+def write_next(store: Store, data: Iterator[TensorDict]) -> None:
+    store.write(next(data))
+
+
 def microseconds(act: Callable[[], object], seconds: float) -> float:
     """Returns how long a call takes, the median of those of a turn."""
     times = []
@@ -357,18 +355,18 @@ def measure(arguments: argparse.Namespace, root: Path) -> Run:
     for name, syncs in run.syncs.items():
         print(f"{name:>24}: {syncs}")
     print(" " * 19 + "".join(f"{store.name[:20]:>21}" for store in stores))
-    filling = transitions(max(arguments.rows // 10, 1))
     for store in stores:
-        for _ in range(11):
-            store.write(filling)
+        filling = blocks(1000)
+        for _ in range(arguments.rows // 1000 + 2):
+            store.write(next(filling))
     for num_steps in BLOCKS:
-        data = transitions(num_steps)
-        acts = [partial(store.write, data) for store in stores]
+        acts = [partial(write_next, store, blocks(num_steps)) for store in stores]
         steps = f"{num_steps:,} step" + "s" * (num_steps > 1)
         run.add(f"write {steps}", "us", by_turns(stores, acts, arguments))
     draws = [store.draw for store in stores]
     run.add(f"draw {BATCH}", "us", by_turns(stores, draws, arguments))
     on_disk = stores[1:]
+    data = next(blocks(BLOCKS[-1]))
     run.add(f"flush {BLOCKS[-1]:,} steps", "ms", [None, *flushes(on_disk, data, arguments.rounds)])
     for store in stores:
         store.close()

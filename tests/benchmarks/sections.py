@@ -53,7 +53,6 @@ DRAWN_AHEAD = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities")
 # Steps of a loop that are timed together: a batch that is drawn ahead is drawn during another step.
 LOOP_STEPS = 10
 WRITES = {"record": (1,), "record_lanes": (LANES,), "extend": (1, 8, 50, 1000)}
-OF_OURS = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities", "recent")
 
 
 def told(
@@ -217,7 +216,7 @@ def stored_once(plan: Plan) -> Iterator[Result]:
         # What is written between draws begins an episode, and ends one.
         size = rows + 2 * EPISODE_LENGTH
         columns = flat_columns(goal_columns(size)) if work == "flat" else stacked_columns(size)
-        contestants = who(plan, work, f"{work}_flawed", own=(f"{work}_plain", work))
+        contestants = who(plan, work, f"{work}_flawed", own=(work,))
         # What a library loads with its first batch is no memory of its rows.
         few = contest_of(contestants, EPISODE_LENGTH, plan, columns=take_rows(columns, 0, 150))
         for turn in few.turns(16).values():
@@ -259,36 +258,15 @@ def write_turn(buffer: Buffer, prepared: Iterator) -> Turn:
     return Turn(call=lambda: buffer.write(next(prepared)), repeat=10)
 
 
-def growth(plan: Plan) -> Iterator[Result]:
-    """Every work of ours at the smallest and the largest size, next to the raw gather at both."""
-    for work in progress((*OF_OURS, "sequences"), "growth"):
-        yield from grown(work, plan)
-
-
-def grown(work: str, plan: Plan) -> Iterator[Result]:
-    """Measures one work at two sizes."""
-    is_sequence = work == "sequences"
-    contests = {}
-    for rows in (plan.rows[0], plan.rows[-1]):
-        contest = contest_of([("ours", work)], rows, plan)
-        contest.add(("raw", "sequences" if is_sequence else "uniform"), ("raw", work))
-        contests[rows] = contest
-    for batch_size in (32 * SEQUENCE_STEPS,) if is_sequence else plan.batch_sizes:
-        turns = {
-            (rows, contestant): turn
-            for rows, contest in contests.items()
-            for contestant, turn in contest.turns(batch_size).items()
-        }
-        for (rows, contestant), rounds in measure(turns, plan.effort).items():
-            yield from told("growth", {contestant: rounds}, plan, rows=rows, batch_size=batch_size)
-
-
 def mapped(plan: Plan) -> Iterator[Result]:
-    """Rows in memory-mapped files next to rows in memory, all of their pages touched before."""
-    for work in progress(("uniform", "her"), "mapped"):
+    """Rows in a directory next to rows in memory."""
+    recorded = {"uniform": "record", "her": "record_her"}
+    for work in progress(tuple(recorded), "mapped"):
+        contest = contest_of([], plan.most_rows, plan)
         with tempfile.TemporaryDirectory() as directory:
-            contest = contest_of([("ours", work)], plan.most_rows, plan)
-            contest.add(("ours", work), ("ours_mapped", work), directory=Path(directory) / work)
+            contest.add(("ours", recorded[work]), ("ours", work))
+            path = Path(directory) / work
+            contest.add(("ours", recorded[work]), ("ours_mapped", work), directory=path)
             yield from drawn("mapped", contest, plan.batch_sizes, plan)
             del contest
 
@@ -300,7 +278,6 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
     "sequences": sequences,
     "pixels": pixels,
     "stored_once": stored_once,
-    "growth": growth,
     "mapped": mapped,
     "cold": cold,
 }

@@ -1,53 +1,99 @@
-"""A run as lines of text."""
+"""A run as tables in Markdown: what the command prints, and the pages on speed show."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tests.benchmarks.results import Report, Result, pick, ratio
-from tests.benchmarks.targets import MODES, WORKS, Measured, outcomes
 
 __all__ = [
-    "format_cold_start",
+    "MODES",
+    "TITLES",
+    "WORKS",
+    "format_all",
+    "format_gpu",
     "format_machine",
-    "format_memory",
-    "format_modes",
-    "format_nbytes",
-    "format_plain",
-    "format_report",
+    "format_missed",
 ]
 
-WIDTH = 19
+WORKS = {
+    "uniform": "uniform",
+    "her": "hindsight, `future`",
+    "n_step": "3-step returns",
+    "priorities": "priorities, sample + update",
+    "her_n_step": "hindsight x 3-step",
+    "everything": "hindsight x 3-step x priorities x recency",
+    "recent": "recency",
+    "sequences": "sequences, 32 of 16 steps",
+    "pixels": "pixels",
+    "pixels_n_step": "pixels, 3-step returns",
+    "flat": "flat observations",
+    "flat_flawed": "flat observations, wrong at ends",
+    "stacks": "stacks of 84 x 84",
+    "stacks_flawed": "stacks of 84 x 84, wrong at ends",
+    "record": "record, one environment",
+    "record_lanes": "record, 8 environments",
+    "extend": "extend",
+}
 TITLES = {
-    "ours": "here",
-    "captured": "here, captured",
-    "ours_mapped": "memory-mapped",
     "torchrl": "TorchRL",
     "sb3": "SB3",
     "cpprb": "cpprb",
     "tianshou": "tianshou",
     "flashbax": "flashbax",
-    "free": "without draws",
     "compiled": "compiled function",
-    "columns": "by column",
     "raw": "raw gather",
 }
-HEADS = {
-    "loop": "Samples between two updates of a network: microseconds",
-    "alone": "The same without updates",
-    "prefetch": "Steps of such a loop, batches drawn ahead (`prefetch=1`), and of one that draws none",
-    "sampling": "Samples, one step written before each: microseconds, how many times as long as here; "
-    "next to hindsight x more the others do hindsight alone",
-    "write_and_draw": "The same, the write timed with the draw, by who draws goals when it writes",
-    "writing": "Writes over the oldest rows of a full storage: microseconds a call",
-    "sequences": "Stretches of 16 steps, one step written before each",
-    "pixels": "Pixels, 84 x 84 x 4 uint8, as they are stored",
-    "pixels_n_step": "Pixels, returns of three steps (in brackets, ratio to ours)",
-    "flat": "Flat observations of 31 numbers, each stored once as well as a library can",
-    "stacks": "Stacks of 4 frames, 84 x 84 uint8, each stored once as well as a library can",
-    "growth": "Every work of ours at two sizes, next to the raw gather",
-    "mapped": "Rows in memory-mapped files, all pages warm, next to rows in memory",
+#: In which mode the others store as little as they can and give each row as it was written; and which
+#: of their options stores less, but gives wrong next observations at the ends of episodes.
+MODES = {
+    "torchrl": ("whole rows, as none of its modes works for rows drawn at random", ""),
+    "sb3": (
+        "whole rows",
+        "optimize_memory_usage, which it refuses for dictionaries, hindsight and time limits",
+    ),
+    "cpprb": ("next_of; for stacks stack_compress as well", ""),
+    "tianshou": ("whole rows", "ignore_obs_next; for stacks save_only_last_obs as well"),
 }
-# Who does the work of another name, next to ours.
-THEIRS = {"her_n_step": "her", "everything": "her", "pixels_n_step": "pixels_n_step"}
+#: What the others do beside works of ours that they don't have.
+THEIRS = {"her_n_step": "her", "everything": "her"}
+#: What cpprb does when it writes, so that its draws alone are no whole work.
+MADE_BY_WRITES = ("her", "n_step", "her_n_step", "everything", "pixels_n_step")
+#: Of a plain compiled function we may take so much more.
+MOST = 1.25
+IN_LOOPS = {"loop": "between updates", "alone": "alone"}
+PLACES = {"loop": " between updates", "alone": " alone", "write_and_draw": ", write + draw"}
+NOTES = """
+Microseconds, medians; in brackets how many times as long as here. One step is written before each draw.
+cpprb draws goals and folds steps when it writes: it stores each row five times for hindsight, and the
+goals and n stay as they are. flashbax has no hindsight and no n-step returns of its own; the benchmark
+folds its sequences. The compiled function is a plain loop that gives the same batch and knows nothing
+else; the raw gather is what the machine takes to copy as many bytes.
+"""
+
+
+def format_all(report: Report) -> Iterator[str]:
+    """Gives every table; what was not measured is left out."""
+    yield format_machine(report.machine)
+    yield ""
+    for line in report.left_out:
+        yield f"{line}\n"
+    yield from format_loop(report)
+    yield from format_samples(report)
+    yield NOTES
+    yield from format_sizes(report)
+    yield from format_rest(report)
+    yield from format_mapped(report)
+    yield from format_once(report)
+    yield from format_cold_start(report)
+    yield from format_memory(report)
+
+
+def format_gpu(report: Report) -> Iterator[str]:
+    """Gives what the page on GPUs shows: draws and writes there."""
+    yield format_machine(report.machine)
+    yield ""
+    yield from format_samples(report)
+    yield ""
+    yield from format_rest(report)
 
 
 def format_machine(machine: dict[str, str | int]) -> str:
@@ -58,121 +104,193 @@ def format_machine(machine: dict[str, str | int]) -> str:
     return ", ".join([place + str(machine["architecture"]), *versions])
 
 
-def format_report(report: Report) -> Iterator[str]:
-    """Gives all tables, one thread count after another, the targets last."""
-    for threads in sorted({result.threads for result in report.results}):
-        results = [result for result in report.results if result.threads == threads]
-        counted = f"{threads} thread{'s' * (threads > 1)}"
-        for section, head in HEADS.items():
-            of_section = [result for result in results if result.section == section]
-            if of_section:
-                yield f"\n{head} ({counted})"
-                yield from format_section(of_section)
-                yield from format_bytes(of_section)
-        yield from format_cold_start(results)
-    if report.memory:
-        yield "\n" + format_memory(report.memory)
-    for threads in sorted({result.threads for result in report.results}):
-        yield from format_targets(report, threads)
-    if report.left_out:
-        yield "\nLeft out"
-        yield from report.left_out
+def format_missed(report: Report) -> Iterator[str]:
+    """Gives, for each number of threads, where a library or a compiled function is ahead."""
+    for number, threads in enumerate(sorted({result.threads for result in report.results})):
+        found = list(compared(report.results, threads))
+        behind = [(ours, other) for ours, other in found if ratio(ours, other) > limit_of(other)]
+        if number:
+            yield ""
+        yield (
+            f"With {threads} thread{'s' * (threads > 1)}, {len(found) - len(behind)} of {len(found)} "
+            f"comparisons hold: no longer than any library, and {MOST} of a compiled function. The rest:"
+        )
+        yield ""
+        for ours, other in behind:
+            place = PLACES.get(ours.section, "")
+            yield (
+                f"- {WORKS[ours.work]}{place}, {ours.batch_size:,}: {format_ratio(ratio(ours, other))} "
+                f"of {TITLES[other.peer]} ({ours.median:,.0f} and {other.median:,.0f})."
+            )
 
 
-def format_section(results: list[Result]) -> Iterator[str]:
-    """Gives a line for each of our works, size and batch: our time, theirs and the ratios."""
+def limit_of(other: Result) -> float:
+    return MOST if other.peer == "compiled" else 1.0
+
+
+def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, Result]]:
+    """Gives ours beside each of the others that do the same, where most rows are stored."""
+    results = [r for r in results if r.threads == threads and not r.unequal]
+    for ours in results:
+        same = [r for r in results if r.section == ours.section]
+        is_largest = ours.rows == max(r.rows for r in same)
+        if ours.peer != "ours" or not is_largest or ours.work not in WORKS:
+            continue
+        for peer in TITLES:
+            made = ours.work in MADE_BY_WRITES and ours.section != "write_and_draw"
+            if peer == "raw" or (peer == "cpprb" and made):
+                continue
+            if found := beside(ours, same, peer):
+                yield ours, found
+
+
+def beside(ours: Result, results: Iterable[Result], peer: str) -> Result | None:
+    """Returns what a peer took for the same, or for the part of it that it has."""
+    work = ours.work if peer == "compiled" else THEIRS.get(ours.work, ours.work)
+    case = {name: getattr(ours, name) for name in ("section", "rows", "batch_size", "unequal")}
+    return pick(results, peer=peer, work=work, **case)
+
+
+def format_loop(report: Report) -> Iterator[str]:
+    """Gives draws between the updates of a network and alone, and what a loop loses by them."""
+    results = [r for r in report.results if r.section in IN_LOOPS and r.threads == 1]
+    if not results:
+        return
+    one, rows = results[0], []
+    for work in WORKS:
+        for section, where in IN_LOOPS.items():
+            ours = pick(results, work=work, peer="ours", section=section)
+            if ours is not None:
+                title = title_of(work) if section == "loop" else ""
+                rows.append(([title, where], ours))
+    yield from table([f"draw {one.batch_size:,} from {one.rows:,} rows", ""], rows, results)
+    yield from format_prefetch(report)
+    yield ""
+
+
+def format_prefetch(report: Report) -> Iterator[str]:
+    """Says what is lost where batches are drawn ahead, of a loop that need not draw any."""
+    results = [r for r in report.results if r.section == "prefetch" and r.threads == 1]
+    lost, milliseconds = [], 0.0
+    for ours in results:
+        free = pick(results, work=ours.work, peer="free")
+        if ours.peer == "ours" and free is not None:
+            lost.append(f"{100 * (ratio(ours, free) - 1):+.0f} % ({WORKS[ours.work]})")
+            milliseconds = free.median / 1000
+    if lost:
+        yield ""
+        yield (
+            f"With `prefetch=1` a loop of {milliseconds:.1f} ms a step takes longer than one that is "
+            f"given its batches by {', '.join(lost)}."
+        )
+
+
+def format_samples(report: Report) -> Iterator[str]:
+    """Gives our time and theirs at the most rows, in microseconds."""
+    results = of_most(report, "sampling")
+    rows = []
+    for work in WORKS:
+        found = sorted((r.batch_size, r) for r in results if (r.work, r.peer) == (work, "ours"))
+        for number, (batch_size, ours) in enumerate(found):
+            rows.append(([title_of(work) if number == 0 else "", f"{batch_size:,}"], ours))
+    if rows:
+        yield from table([f"draw from {rows[0][1].rows:,} rows", "batch"], rows, results)
+
+
+def format_sizes(report: Report) -> Iterator[str]:
+    """Says what draws of one size take where few rows are stored, and where many are."""
+    case = {
+        "section": "sampling",
+        "peer": "ours",
+        "batch_size": 256,
+        "threads": 1,
+        "unequal": False,
+    }
+    sizes = sorted({r.rows for r in report.results if r.section == "sampling"})
+    both = [
+        [pick(report.results, work=work, rows=rows, **case) for work in ("uniform", "her")]
+        for rows in (sizes[0], sizes[-1])
+    ] if len(sizes) > 1 else []  # fmt: skip
+    if both and None not in both[0] + both[1]:
+        told = [
+            ", ".join(f"{it.median:,.0f} ({WORKS[it.work]})" for it in found if it)
+            for found in both
+        ]
+        yield (
+            f"The work does not grow with the storage, memory only gets further away: 256 of "
+            f"{sizes[0]:,} rows take {told[0]}; of {sizes[-1]:,} rows {told[1]}."
+        )
+        yield ""
+
+
+def format_rest(report: Report) -> Iterator[str]:
+    """Gives what is not a draw of rows: writes, sequences and pixels."""
+    sections = ("write_and_draw", "writing", "sequences", "pixels", "pixels_n_step")
+    results = [r for section in sections for r in of_most(report, section)]
+    rows = [
+        (
+            [
+                WORKS[r.work] + ", write + draw" * (r.section == "write_and_draw"),
+                f"{r.batch_size:,}",
+            ],
+            r,
+        )
+        for r in results
+        if r.peer == "ours" and not (r.section == "pixels_n_step" and r.work == "pixels")
+    ]
+    if rows:
+        yield from table(["work", "rows a call"], rows, results)
+
+
+def format_mapped(report: Report) -> Iterator[str]:
+    """Says how much longer draws from a directory take."""
+    results = of_most(report, "mapped")
+    told = []
+    for mapped in results:
+        ours = pick(results, work=mapped.work, peer="ours", batch_size=mapped.batch_size)
+        if mapped.peer == "ours_mapped" and ours is not None:
+            name = f"{mapped.batch_size:,} {WORKS[mapped.work]}"
+            told.append(f"{format_ratio(ratio(mapped, ours))} ({name})")
+    if told:
+        yield ""
+        yield f"From a directory draws take, in times of those from memory: {', '.join(told)}."
+
+
+def format_once(report: Report) -> Iterator[str]:
+    """Gives what rows take, in bytes, and in microseconds a batch."""
+    results = [r for r in report.results if r.row_nbytes and r.threads == 1]
     peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    yield f"{'':<43}{'episodes':>9}{'rows':>10}{'batch':>7}" + "".join(
-        f"{TITLES[p]:>{WIDTH}}" for p in peers
-    )
-    cases = dict.fromkeys(
-        (r.work, r.rows, r.batch_size, r.unequal) for r in results if r.peer != "raw"
-    )
-    works = [work for work in WORKS if any(case[0] == work for case in cases)]
-    for work in works:
-        for case in (case for case in cases if case[0] == work):
-            yield format_line(results, *case, peers=peers)
+    if not results:
+        return
+    yield ""
+    yield from head([f"bytes a transition, and to draw {results[0].batch_size:,}", ""], peers)
+    for work in [work for work in WORKS if any(result.work == work for result in results)]:
+        ours = pick(results, peer="ours", work=work.removesuffix("_flawed"))
+        found = [pick(results, peer=peer, work=work) for peer in ("ours", *peers)]
+        times = [f"{it.median:,.0f}" if it else "" for it in found]
+        yield f"| {WORKS[work]} | bytes | " + " | ".join(nbytes(it, ours) for it in found) + " |"
+        yield "|  | microseconds | " + " | ".join(times) + " |"
+    yield ""
+    yield "Each library in the mode that takes the least memory and gives every row as it was written;"
+    yield "modes that are wrong at the ends of episodes have lines of their own:"
+    yield ""
+    for peer in peers:
+        mode, flawed = MODES[peer]
+        yield f"- {TITLES[peer]}: {mode}" + (f"; wrong at ends: {flawed}" if flawed else "")
 
 
-def format_bytes(results: list[Result]) -> Iterator[str]:
-    """Gives a line for each of our works: what a transition takes here, and with the others."""
-    peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    for work in [work for work in WORKS if any(r.work == work and r.row_nbytes for r in results)]:
-        cells = [format_nbytes(results, peer, work) for peer in peers]
-        title = f"  bytes a transition, {WORKS[work]}"
-        yield f"{title:<69}" + "".join(f"{cell or '-':>{WIDTH}}" for cell in cells)
-    if any(result.row_nbytes for result in results):
-        yield from format_modes(peers)
-
-
-def format_nbytes(results: list[Result], peer: str, work: str) -> str:
-    """Gives what a transition takes, and how many times as much as here; nothing if not measured."""
-    found = pick(results, peer=peer, work=work)
-    if found is None or not found.row_nbytes:
+def nbytes(found: Result | None, ours: Result | None) -> str:
+    if found is None:
         return ""
     many = f"{found.row_nbytes:,.0f}"
-    # Who stores once is compared with what stores once here.
-    ours = pick(results, peer="ours", work=work) or pick(
-        results, peer="ours", work=work.removesuffix("_flawed")
-    )
-    if ours is None or peer == "ours":
+    if ours is None or found is ours:
         return many
     return f"{many} ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)"
 
 
-def format_modes(peers: Iterable[str]) -> Iterator[str]:
-    """Says in which mode each library stores observations, a line each."""
-    for peer in peers:
-        if peer in MODES:
-            mode, flawed = MODES[peer]
-            yield f"  {TITLES[peer]}: {mode}" + (f"; wrong at ends: {flawed}" if flawed else "")
-
-
-def format_line(
-    results: list[Result], work: str, rows: int, batch_size: int, unequal: bool, peers: list[str]
-) -> str:
-    of_case = [
-        r for r in results if (r.rows, r.batch_size, r.unequal) == (rows, batch_size, unequal)
-    ]
-    ours = pick(of_case, peer="ours", work=work)
-    cells = []
-    for peer in peers:
-        found = pick(of_case, peer=peer, work=work)
-        if found is None and peer != "ours":
-            found = pick(of_case, peer=peer, work=THEIRS.get(work, work))
-        cells.append(format_cell(found, ours))
-    episodes = "1 to 99" if unequal else "50"
-    return f"{WORKS[work]:<43}{episodes:>9}{rows:>10,}{batch_size:>7,}" + "".join(
-        f"{c:>{WIDTH}}" for c in cells
-    )
-
-
-def format_cell(found: Result | None, ours: Result | None) -> str:
-    if found is None:
-        return "-"
-    time = f"{found.median:,.1f}" if found.median < 100 else f"{found.median:,.0f}"
-    if ours is None or found is ours:
-        return time
-    return f"{time} ({format_ratio(ratio(found, ours))}x)"
-
-
-def format_ratio(value: float) -> str:
-    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"
-
-
-def format_memory(memory: dict[str, float]) -> str:
-    verdict = "within 5 %" if memory["ratio"] <= 1.05 else "NOT within 5 %"
-    return (
-        f"Memory: {memory['rows']:,.0f} further rows raise the peak of a process by "
-        f"{memory['bytes'] / 1e6:,.1f} MB; their fields add up to {memory['fields'] / 1e6:,.1f} MB, "
-        f"{memory['ratio']:.3f} times, {verdict}. (Without the {memory['baseline'] / 1e6:,.0f} MB of a "
-        "process with all imports and a storage of few rows.)"
-    )
-
-
-def format_cold_start(results: list[Result]) -> Iterator[str]:
+def format_cold_start(report: Report) -> Iterator[str]:
     """Gives the seconds of imports and of first batches in a sentence, if they were measured."""
-    seconds = {(r.peer, r.work): r.median / 1e6 for r in results if r.section == "cold"}
+    seconds = {(r.peer, r.work): r.median / 1e6 for r in report.results if r.section == "cold"}
     if seconds:
         yield ""
         yield (
@@ -183,29 +301,54 @@ def format_cold_start(results: list[Result]) -> Iterator[str]:
         )
 
 
-def format_plain(found: Measured) -> str:
-    """Says what a plain compiled function takes for the same answer, where it was measured."""
-    if found.ours is None or found.compiled is None:
-        return ""
-    return f"{found.ours:,.0f} here, a plain compiled function takes {found.compiled:,.0f}"
-
-
-def format_targets(report: Report, threads: int) -> Iterator[str]:
-    """Gives a line for each target: the ratio, what it should be, and whether it is."""
-    yield f"\nTARGETS ({threads} thread{'s' * (threads > 1)})"
-    yield f"{'work':<68}{'against':<38}{'batch':>7}{'ratio':>8}{'target':>9}"
-    met = missed = 0
-    for outcome in outcomes(report, threads):
-        found = outcome.found
-        if found is None:
-            continue
-        met, missed = met + outcome.is_met, missed + (not outcome.is_met)
-        limit = ("<= " if outcome.target.at_most else ">= ") + f"{outcome.limit:g}"
-        verdict = "met" if outcome.is_met else "MISSED"
+def format_memory(report: Report) -> Iterator[str]:
+    """Says what rows take of the memory of a process."""
+    if memory := report.memory:
+        yield ""
         yield (
-            f"{outcome.target.work:<68}{outcome.target.against:<38}{outcome.batch_size:>7,}"
-            f"{found.ratio:>8.2f}{limit:>9}  {verdict}  {found.note}"
-        ).rstrip()
-        if not outcome.is_met and format_plain(found):
-            yield f"    {format_plain(found)}"
-    yield f"{met} met, {missed} missed"
+            f"Memory: {memory['rows']:,.0f} further rows raise the peak of a process by "
+            f"{memory['bytes'] / 1e6:,.1f} MB; their fields, written twice as they are, add up to "
+            f"{memory['fields'] / 1e6:,.1f} MB, so that is {memory['ratio']:.2f} of them."
+        )
+
+
+def of_most(report: Report, section: str) -> list[Result]:
+    """Returns the results of a section with one thread, where most rows are stored."""
+    found = [r for r in report.results if (r.section, r.threads) == (section, 1) and not r.unequal]
+    most = max((r.rows for r in found), default=0)
+    return [r for r in found if r.rows == most and r.work in WORKS]
+
+
+def title_of(work: str) -> str:
+    """Names a work, and what the others do beside it."""
+    return WORKS[work] + (" (others: hindsight alone)" if work in THEIRS else "")
+
+
+def table(
+    first: list[str], rows: list[tuple[list[str], Result]], results: Sequence[Result]
+) -> Iterator[str]:
+    """Gives a table: our time in each row, and those of the others."""
+    peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
+    yield from head(first, peers)
+    for titles, ours in rows:
+        cells = [cell(beside(ours, results, peer), ours) for peer in peers]
+        yield "| " + " | ".join([*titles, f"**{ours.median:,.0f}**", *cells]) + " |"
+
+
+def head(first: list[str], peers: list[str]) -> Iterator[str]:
+    """Gives the two lines that a table begins with."""
+    names = [*first, "here", *(TITLES[peer] for peer in peers)]
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" * len(names) + "|"
+
+
+def cell(found: Result | None, ours: Result) -> str:
+    if found is None:
+        return ""
+    if found.peer == "raw":
+        return f"{found.median:,.0f}"
+    return f"{found.median:,.0f} ({format_ratio(ratio(found, ours))}x)"
+
+
+def format_ratio(value: float) -> str:
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 3 else f"{value:.2f}"

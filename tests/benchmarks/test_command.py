@@ -1,29 +1,30 @@
-"""The command of the benchmark measures, tells, keeps and draws what it says."""
+"""The commands of the benchmark measure, tell and keep what they say."""
 
 import gc
 import itertools
 import json
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import cold_start, contest, network, sections
+from tests.benchmarks import cold_start, contest, durability, network, sections, streams
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
-from tests.benchmarks.readme import BEGIN, END, PAGES, format_all
+from tests.benchmarks.readme import BEGIN, END, PAGES
 from tests.benchmarks.results import Report, Result, ratio
 from tests.benchmarks.sections import SECTIONS, run_section
-from tests.benchmarks.tables import format_report
+from tests.benchmarks.tables import format_all, format_missed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TINY = Plan(
     rows=(200, 400),
     batch_sizes=(16, 32),
-    peers=("ours", "compiled", "columns", "raw"),
+    peers=("ours", "compiled", "raw"),
     effort=Effort(rounds=2, calls=2),
 )
 COLD_START = {
@@ -43,7 +44,6 @@ def hurried(monkeypatch):
     monkeypatch.setattr(sections, "LOOP_STEPS", 2)
     monkeypatch.setattr(sections, "EPISODE_LENGTH", 2)
     monkeypatch.setattr(network, "UPDATE_SECONDS", 0.0)
-    monkeypatch.setattr(sections, "OF_OURS", ("uniform", "n_step"))
     monkeypatch.setattr(sections, "measure_cold_start", lambda device: COLD_START)
 
 
@@ -82,12 +82,12 @@ def test_ratios_are_of_the_same_rounds():
 def test_a_section_can_be_told_and_kept(section, tmp_path):
     report = run_section(section, TINY)
     report.machine = {"processor": "x", "cores": 1, "architecture": "y", "system": "z"}
-    lines = list(format_report(report))
+    lines = [*format_all(report), *format_missed(report)]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report
-    assert any("here" in line for line in lines) or "Cold start" in "".join(lines)
+    words = "here", "Cold start", "From a directory"
+    assert any(word in "".join(lines) for word in words)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
-    assert list(format_all(report))
 
 
 def test_a_first_batch_is_timed_in_its_own_process(capsys, monkeypatch):
@@ -98,14 +98,13 @@ def test_a_first_batch_is_timed_in_its_own_process(capsys, monkeypatch):
     assert min(taken.values()) >= 0
 
 
-def test_the_command_line_prints_saves_and_draws(tmp_path, capsys, monkeypatch):
-    kept, drawn = tmp_path / "results.json", tmp_path / "plot.png"
+def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
+    kept = tmp_path / "results.json"
     line = "--only sampling --rows 300 --batches 16 --threads 1 --rounds 1 --peers ours raw"
-    arguments = [*line.split(), "--json", str(kept), "--plot", str(drawn)]
+    arguments = [*line.split(), "--json", str(kept)]
     monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
     command.main()
     assert "raw gather" in capsys.readouterr().out
-    assert drawn.stat().st_size > 1000
     for name in PAGES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"Title\n\n{BEGIN}{END}")
@@ -116,13 +115,28 @@ def test_the_command_line_prints_saves_and_draws(tmp_path, capsys, monkeypatch):
     assert "| draw from 300 rows | batch | here | raw gather |" in page
 
 
-@pytest.mark.parametrize(
-    "line", ["--rows 100 --batches 256", "--only cold --plot x.png", "--only memory --device cuda"]
-)
+@pytest.mark.parametrize("line", ["--rows 100 --batches 256", "--only memory --device cuda"])
 def test_what_cannot_be_done_is_refused_before_anything_is_measured(line, capsys):
     with pytest.raises(SystemExit):
         command.parse_arguments(line.split())
     assert "error" in capsys.readouterr().err
+
+
+def test_loops_over_streams_are_timed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["streams", "--rows", "400", "--rounds", "1"])
+    monkeypatch.setattr(streams, "BATCHES", (16,))
+    streams.main()
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line for line in lines if not line.startswith("  ")]
+    assert titles == ["gather of 16", "hindsight of 16", "writes"]
+
+
+def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lmdb", reason="needs the extra 'bench'")
+    monkeypatch.setattr(durability, "BLOCKS", (1, 10))
+    run = durability.measure(Namespace(rows=1000, rounds=1, seconds=0.0), tmp_path)
+    assert len(list(run.table())) == 6 + len(run.found) - 1
+    assert "draw 256" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

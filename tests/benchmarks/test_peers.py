@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.benchmarks.contest import FLAT
 from tests.benchmarks.data import (
@@ -17,13 +16,13 @@ from tests.benchmarks.data import (
     stacked_columns,
     take_rows,
 )
-from tests.benchmarks.peers import ONLY_CUDA, PEERS, load_peer
-from tests.benchmarks.targets import MODES
+from tests.benchmarks.peers import PEERS, load_peer
+from tests.benchmarks.tables import MODES
 
 # The other libraries warn about each other and about what they will drop.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LIBRARIES = [name for name in PEERS if name not in ("columns", "raw")]
+LIBRARIES = [name for name in PEERS if name != "raw"]
 AT_ROOT = {"observation", "achieved_goal", "action"}
 GOALS = {"desired_goal", "next_desired_goal"}
 
@@ -35,11 +34,7 @@ def adapter(name, work):
         pytest.skip(peer)
     if work not in peer.WORKS:
         pytest.skip(f"{name} has nothing for {work}")
-    if name not in ONLY_CUDA:
-        return peer.WORKS[work]
-    if not torch.cuda.is_available():
-        pytest.skip(f"{name} needs a GPU")
-    return peer.WORKS[work].configured(device="cuda")
+    return peer.WORKS[work]
 
 
 def draw(name, work, batch_size=64, columns=None):

@@ -10,24 +10,20 @@ from types import ModuleType
 
 from tests.benchmarks.peers.base import Buffer
 
-__all__ = ["ONLY_CUDA", "ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
+__all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
 PEERS = (
     "ours",
-    "captured",
     "torchrl",
     "sb3",
     "cpprb",
     "tianshou",
     "flashbax",
     "compiled",
-    "columns",
     "raw",
 )
 # Whose batches arrive on a GPU if one is asked for.
-ON_CUDA = ("ours", "captured", "torchrl", "sb3")
-# Of these there is nothing on a CPU.
-ONLY_CUDA = ("captured",)
+ON_CUDA = ("ours", "torchrl", "sb3")
 
 
 def load_peer(name: str) -> ModuleType | str:

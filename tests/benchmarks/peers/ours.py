@@ -68,12 +68,11 @@ class Uniform(Buffer):
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
-        # In blocks, so that a memory-mapped storage need not keep what a single write replaces.
         for rows in to_tensordict(columns).split(10_000):
             self.buffer.extend(rows)
 
     def put_together(self, capacity: int, **parts: Any) -> ReplayStorage:
-        rows = PackedStorage(capacity, device=self.device, scratch_dir=self.directory)
+        rows = PackedStorage(capacity, device=self.device)
         if self.drawn_ahead is not None:
             parts |= {"prefetch": 1, "batch_size": self.drawn_ahead}
         return ReplayStorage(storage=rows, **parts)
@@ -177,28 +176,20 @@ class Sequences(Uniform):
         return self.buffer.sample(batch_size // SEQUENCE_STEPS)
 
 
-class FlatOnce(Uniform):
-    """Flat observations, of which the next one is that of the following row."""
+class Stacks(Uniform):
+    """Stacked frames, of which each is stored once."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        rows = PackedStorage(capacity, device=self.device, share_next=True)
-        return ReplayStorage(storage=rows)
-
-
-class StacksOnce(Uniform):
-    """Stacked frames, of which rows hold the newest one."""
-
-    def make(self, capacity: int) -> ReplayStorage:
-        pixels = (torch.uint8, PIXEL_SHAPE)
+        pixels = (torch.uint8, PIXEL_SHAPE, FrameStack(PIXEL_SHAPE[0]))
         number, flag = (torch.float32, (1,)), (torch.bool, (1,))
         fields: Mapping[NestedKey, Any] = {
-            "observation": (*pixels, FrameStack(PIXEL_SHAPE[0])),
+            "observation": pixels,
             "action": number,
             ("next", "observation"): pixels,
             ("next", "reward"): number,
             **{("next", name): flag for name in ("done", "terminated", "truncated")},
         }
-        rows = PackedStorage(capacity, device=self.device, fields=fields, share_next=True)
+        rows = PackedStorage(capacity, device=self.device, fields=fields)
         # The steps between draws are the same over and over.
         return ReplayStorage(storage=rows, writer=EpisodeWriter(on_gap="cut"))
 
@@ -219,7 +210,11 @@ class Record(Uniform):
 
     def make(self, capacity: int) -> ReplayStorage:
         return UniformReplayStorage(
-            GOAL_SPACE, ACTION_SPACE, storage_size=capacity, device=self.device
+            GOAL_SPACE,
+            ACTION_SPACE,
+            storage_size=capacity,
+            device=self.device,
+            path=self.directory,
         )
 
     @staticmethod
@@ -253,6 +248,7 @@ class RecordHindsight(Record):
             num_goals=HINDSIGHT_GOALS,
             storage_size=capacity,
             device=self.device,
+            path=self.directory,
         )
 
 
@@ -303,10 +299,8 @@ WORKS = {
     "recent": Recent,
     "sequences": Sequences,
     "pixels": Uniform,
-    "flat": FlatOnce,
-    "flat_plain": Uniform,
-    "stacks": StacksOnce,
-    "stacks_plain": Uniform,
+    "flat": Uniform,
+    "stacks": Stacks,
     "pixels_n_step": Folded,
     "extend": Extend,
     "record": Record,
