@@ -1,7 +1,7 @@
 """Plots of stored rows and sampled batches.
 
 Each function draws into the given Axes, or into a new figure, and returns the Axes.
-Letters: B batch, E lanes (environments), R steps of the ring.
+Letters: E lanes (environments), T steps of a lane.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import counted
 from trl_storages.index.naming import episode_slots
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import layers_of, prioritized_of
+from trl_storages.samplers import PERSampler, layers_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,11 +46,11 @@ def plot_ages(
         ImportError: matplotlib is not installed.
         KeyError, ValueError: as in `storage.explain`.
 
-    >>> import gymnasium, trl_storages
-    >>> storage = trl_storages.UniformReplayStorage(
-    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
-    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
-    >>> _ = storage.extend(rows)
+    >>> from gymnasium.spaces import Box
+    >>> from trl_storages import UniformReplayStorage
+    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> for step in range(30):
+    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_ages(storage, storage.sample()).get_xlabel()
     'age in rows'
     """
@@ -68,7 +68,7 @@ def plot_ages(
 
 
 def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
-    """Plots the priorities of all rows by slot, and the write cursor.
+    """Plots the priorities of all rows by slot, lane by lane, and where each lane is written next.
 
     If there are many rows, each bar shows the mean and maximum of several neighbouring slots.
 
@@ -81,21 +81,19 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         TypeError: the storage does not draw by priority.
         RuntimeError: it is empty.
 
-    >>> import gymnasium, trl_storages
-    >>> storage = trl_storages.PrioritizedReplayStorage(
-    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
-    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
-    >>> slots = storage.extend(rows)
-    >>> storage.update_priority(slots, torch.rand(29))
+    >>> from gymnasium.spaces import Box
+    >>> from trl_storages import PrioritizedReplayStorage
+    >>> storage = PrioritizedReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> for step in range(30):
+    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_priorities(storage).get_ylabel()
     'priority'
     """
     _check(storage)
-    if (sampler := prioritized_of(storage.sampler)) is None:
-        raise TypeError(
-            "storage must draw by priority, got one that draws by "
-            f"{type(layers_of(storage.sampler)[-1]).__name__}: make it with alpha=0.6, or a PERSampler."
-        )
+    sampler = layers_of(storage.sampler)[-1]
+    arguments.instance(
+        "the sampler of storage", sampler, PERSampler, what="a PERSampler, alpha=0.6"
+    )
     priorities = _array(sampler.priorities).astype(np.float64)
     ax = _axes("plot_priorities", ax, (6, 2.6))
     num_slots = len(priorities)
@@ -108,8 +106,10 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     shown = [(bars.max(1), _LIGHT, f"largest of {width}"), (bars.mean(1), _BLUE, "mean")]
     for height, colour, label in shown if width > 1 else [(bars.mean(1), _BLUE, None)]:
         ax.bar(left, height.filled(0), width, align="edge", color=colour, label=label)
-    cursor = storage.episodes.next_slots(1)[0, 0].item()
-    ax.axvline(cursor, color=_RED, lw=1.4, label="written next")
+    T = storage.episodes.steps_per_lane
+    for lane, cursor in enumerate(storage.episodes.cursors % T):
+        label = None if lane else "written next"
+        ax.axvline(lane * T + cursor, color=_RED, lw=1.4, label=label)
     ax.set(xlim=(0, num_slots), xlabel="slot", ylabel="priority")
     return _titled(ax, f"{bars.count():,} rows, alpha {sampler.alpha:g}")
 
@@ -128,33 +128,30 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         ImportError: matplotlib is not installed.
         RuntimeError: the storage is empty.
 
-    >>> import gymnasium, trl_storages
-    >>> storage = trl_storages.UniformReplayStorage(
-    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50)
-    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
-    >>> _ = storage.extend(rows)
+    >>> from gymnasium.spaces import Box
+    >>> from trl_storages import UniformReplayStorage
+    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> for step in range(30):
+    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_ring(storage).get_title(loc="left")
-    '29 rows, 1 lane, 1 episode'
+    '30 rows, 1 lane, 3 episodes'
     """
     _check(storage)
     ax = _axes("plot_ring", ax, (7, 0.9 + 0.35 * min(storage.episodes.num_envs, 8)))
     from matplotlib.colors import to_rgb
 
     episodes = storage.episodes
-    num_lanes, num_steps = episodes.num_envs, episodes.ring_steps
+    num_lanes, T = episodes.num_envs, episodes.steps_per_lane
     table = episodes.episodes()
     first, length, lane = (_array(table[name]) for name in ("first", "length", "lane"))
     slots, number = map(_array, episode_slots(episodes, table["first"], table["length"]))
     colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
-    picture = np.zeros((num_lanes, num_steps), np.int64)
-    picture[slots % num_lanes, slots // num_lanes] = 1 + number % len(_EPISODES)
-    ax.imshow(
-        colours[picture],
-        aspect="auto",
-        interpolation="nearest",
-        extent=(0, num_steps, num_lanes - 0.5, -0.5),
-    )
-    last = (first // num_lanes + length - 1) % num_steps + 1
+    picture = np.zeros(num_lanes * T, np.int64)
+    picture[slots] = 1 + number % len(_EPISODES)
+    extent = (0, T, num_lanes - 0.5, -0.5)
+    picture = picture.reshape(num_lanes, T)
+    ax.imshow(colours[picture], aspect="auto", interpolation="nearest", extent=extent)
+    last = (first + length - 1) % T + 1
     finished = _array(table["finished"])
     if len(first) <= _MOST_MARKS * num_lanes:
         styles: Any = ((finished, "-", "ended"), (~finished, ":", "cut or running"))
@@ -162,13 +159,11 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
             if which.any():
                 low, high = lane[which] - 0.5, lane[which] + 0.5
                 ax.vlines(last[which], low, high, _DARK, style, lw=1.2, label=label)
-    cursor = _array(episodes.next_slots(1)[:, 0]) // num_lanes
     rows = np.arange(num_lanes)
-    ax.vlines(cursor, rows - 0.5, rows + 0.5, _RED, lw=2.5, label="written next")
+    ax.vlines(episodes.cursors % T, rows - 0.5, rows + 0.5, _RED, lw=2.5, label="written next")
     if num_lanes <= 16:
         ax.set_yticks(rows)
-    ax.set(xlim=(0, num_steps), ylim=(num_lanes - 0.5, -0.5))
-    ax.set(xlabel="step of the ring", ylabel="lane")
+    ax.set(xlim=(0, T), ylim=(num_lanes - 0.5, -0.5), xlabel="step of the ring", ylabel="lane")
     parts = (len(storage), "row"), (num_lanes, "lane"), (len(first), "episode")
     return _titled(ax, ", ".join(counted(*part) for part in parts))
 
@@ -197,11 +192,11 @@ def plot_episode(
         ImportError: matplotlib is not installed.
         KeyError, ValueError: as in `storage.explain`, or there is no such sample.
 
-    >>> import gymnasium, trl_storages
-    >>> storage = trl_storages.UniformReplayStorage(
-    ...     *[gymnasium.spaces.Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
-    >>> rows = {"obs": torch.rand(30, 2), "acts": torch.rand(30, 2), "rews": torch.rand(30)}
-    >>> _ = storage.extend(rows)
+    >>> from gymnasium.spaces import Box
+    >>> from trl_storages import UniformReplayStorage
+    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> for step in range(30):
+    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_episode(storage, storage.sample()).get_xlabel()
     'step of the episode'
     """
@@ -240,7 +235,9 @@ def plot_episode(
 
     _draw_samples(ax, shown, begin[order], end[order])
     length = int(shown["length"][0, 0])
-    finished = bool(storage.episodes.is_finished(torch.as_tensor(shown["slot"][:1, 0])).item())
+    slot = torch.from_numpy(shown["slot"][:1, 0])
+    last = storage.episodes.shift(slot, storage.episodes.ahead(slot))
+    finished = bool(storage.episodes.is_done(last))
     style, label = ("-", "ended") if finished else (":", "cut or running")
     ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
     ax.set_yticks(range(len(order)), which.tolist(), fontsize=7)
