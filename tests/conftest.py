@@ -96,18 +96,18 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """A GPU, also without one: mixed-up devices raise, and so does a package that waits for it.
+    """A GPU, also without one: mixed-up devices raise, and so does what waits for it.
 
     A simulated one has no data, so that every read of it on the host raises, also one in a test.
     """
     import torch
-    from on_gpu import waiting_raises
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     device = torch.device("cuda:0")
     if request.param == "real":
-        with waiting_raises():
-            yield device
+        torch.cuda.set_sync_debug_mode("error")
+        yield device
+        torch.cuda.set_sync_debug_mode("default")
         return
     if not torch.backends.cuda.is_built():
         pytest.skip("needs a build of torch for CUDA, on any machine")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import multiprocessing
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ SCRIPT = ROOT / "tutorials" / "learning_results.py"
 pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 FLIPPING = "BitFlipping-v0"
-FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +97,6 @@ def test_a_finished_run_is_a_line_and_is_never_made_again(script, trained, tmp_p
     assert lines(path)[0] == first
 
 
-def test_other_rows_and_seeds_are_other_runs(script, trained, tmp_path):
-    path = tmp_path / "results.jsonl"
-    script.main(["--only", "*:dqn", "--seeds", "3", "--results", str(path)])
-    script.main(["--only", "*:dqn", "*:td3", "--seeds", "3", "4", "--results", str(path)])
-    assert [agent[:2] for agent in trained[::2]] == [("dqn", 3), ("td3", 3), ("dqn", 4), ("td3", 4)]
-
-
 @pytest.mark.parametrize(
     ("change", "again"),
     [({"at_least": 0.6}, [True]), ({"at_most": 0.4}, [False]), ({"steps": 640}, [True, False])],
@@ -124,50 +115,6 @@ def test_a_run_whose_bound_or_budget_was_changed_afterwards_is_made_again(
     assert [line["hindsight"] for line in made[2:]] == again
     # What came of the former bound stays on record.
     assert [line["bound"] for line in made[:2]] == [0.0, 1.0]
-
-
-def test_a_run_that_fails_leaves_the_finished_ones(script, trained, tmp_path, monkeypatch):
-    path, train = tmp_path / "results.jsonl", script.train_her.train
-
-    def fail_later(args, storage, name):
-        if name == script.train_her.WITHOUT:
-            raise RuntimeError("out of memory")
-        return train(args, storage, name)
-
-    monkeypatch.setattr(script.train_her, "train", fail_later)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        script.main(["--only", "*:dqn", "--seeds", "0", "--results", str(path)])
-    assert [line["hindsight"] for line in lines(path)] == [True]
-
-
-def test_what_another_program_has_finished_meanwhile_is_not_made_again(
-    script, trained, tmp_path, monkeypatch
-):
-    path, train = tmp_path / "results.jsonl", script.train_her.train
-    _, later = script.planned([(FLIPPING, "dqn")], [0])
-
-    def train_beside_another(args, storage, name):
-        with path.open("a") as file:
-            file.write(json.dumps(finished(later, 0.25)[later] | {"seconds": 1}) + "\n")
-        return train(args, storage, name)
-
-    monkeypatch.setattr(script.train_her, "train", train_beside_another)
-    script.main(["--only", "*:dqn", "--seeds", "0", "--results", str(path)])
-    assert trained == [("dqn", 0, "with hindsight")]
-    assert [line["success"] for line in lines(path)] == [0.25, 0.5]
-
-
-@pytest.mark.slow
-def test_runs_side_by_side_give_what_they_give_one_by_one(script, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": FORKSERVER}.__getitem__)
-    # Other processes don't see what a test replaces: they train in earnest.
-    path = tmp_path / "results.jsonl"
-    options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
-    script.main([*options, "--jobs", "2"])
-    side_by_side = {line["hindsight"]: line["curve"] for line in lines(path)}
-    path.write_text("")
-    script.main(options)
-    assert side_by_side == {line["hindsight"]: line["curve"] for line in lines(path)}
 
 
 def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
@@ -191,52 +138,6 @@ def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
         "| BitFlipping-v0, 3 bits | TD3 | 20,000 | -, - | ≥ 0.00 | -, - |  |",
         "| FetchReach-v4 | SAC | 2,000 | -, - | ≥ 0.50 | 1.00, 1.00 |  |",
     ]
-
-
-def test_a_missed_bound_is_the_exit_status(script, small, tmp_path, monkeypatch):
-    runs = script.planned([(FLIPPING, "dqn")], [0])
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in finished(runs[0], -1.0).values()))
-    options = ["--only", "*:dqn", "--seeds", "0", "--table", "--results", str(path)]
-    assert script.main(options) == 1
-    path.unlink()
-    assert script.main(options) == 0
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"env": "BitFlipping-v0"}', "7", ""])
-def test_a_damaged_line_is_named_and_nothing_is_run(script, trained, tmp_path, damage):
-    path = tmp_path / "results.jsonl"
-    (run, *_) = script.planned([(FLIPPING, "dqn")], [0])
-    (record,) = finished(run, 1.0).values()
-    path.write_text(f"{json.dumps(record)}\n{damage}\n")
-    with pytest.raises(SystemExit, match=r"line 2 of .*results.jsonl is not a finished run"):
-        script.main(["--results", str(path)])
-    assert trained == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--only *:ppo", "--only *:ppo fits none of BitFlipping-v0:dqn, "),
-        ("--only *:dqn dqn", "--only dqn fits none of BitFlipping-v0:dqn, "),
-        ("--seeds -1", "--seeds: must be an integer >= 0, got '-1'"),
-        ("--jobs 0", "--jobs: must be an integer >= 1, got '0'"),
-    ],
-)
-def test_a_wrong_option_is_one_line(script, capsys, options, message):
-    with pytest.raises(SystemExit) as exit_:
-        script.main(options.split())
-    assert exit_.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
-def test_a_missing_extra_is_one_line_before_the_first_run(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    path = tmp_path / "results.jsonl"
-    with pytest.raises(SystemExit, match=r"tqdm.*pip install -e"):
-        script.main(["--results", str(path)])
-    assert not path.exists()
 
 
 # What was measured, at its full budgets; the tutorial's own tests train on smaller ones.
