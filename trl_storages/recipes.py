@@ -196,12 +196,8 @@ class UniformReplayStorage(ReplayStorage):
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         arguments.choice("mode", mode, ("r+", "r"))
-        if path is not None or fresh or service_backend is not None:
-            raise NotImplementedError(
-                "rows are kept in memory: leave path and service_backend out."
-            )
-        if mode != "r+":
-            raise ValueError(f"mode={mode!r} must be of a directory, got path=None.")
+        if service_backend is not None:
+            raise NotImplementedError("leave service_backend out.")
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
@@ -225,6 +221,9 @@ class UniformReplayStorage(ReplayStorage):
                 device=arguments.device("device", device),
                 fields=stored,
                 max_entries=max_entries,
+                path=path,
+                mode=mode,
+                fresh=fresh,
             ),
             sampler=sampler,
             writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),

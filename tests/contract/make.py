@@ -178,7 +178,7 @@ def assemble(
     _choose(place)
     if isinstance(transforms := parts.get("transform"), list):
         parts["transform"] = Compose(*transforms)
-    path = {"scratch_dir": new_folder() / "rows"} if place == "directory" else {}
+    path = {"path": new_folder() / "rows"} if place == "directory" else {}
     writer = {key: parts.pop(key) for key in ("on_gap", "keys") if key in parts}
     return buffer(
         **{

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,17 +38,20 @@ class Directory:
         layout: of the rows.
         index: which rows there are.
         rows: the rows.
+        priorities: `[E T]` float32 of the rows, see `samplers.priorities`.
         state: of other parts, as the last `flush` was given it.
+        is_open: whether it was not closed.
     """
 
     def __init__(self, path: Path, mode: str, lock: WriterLock | None) -> None:
         self.path, self.mode, self._lock = path, mode, lock
-        self._is_open = True
+        self.is_open = True
         self._described: Description
         self._arena: Arena
         self.layout: Layout
         self.index: EpisodeIndex
         self.rows: HostRows
+        self.priorities: np.ndarray
 
     @classmethod
     def create(
@@ -106,6 +111,8 @@ class Directory:
                 raise
             finally:
                 os.close(file)
+            # So that who has seen another one tells them apart.
+            made._arena.arrays["epoch"][:] = time.time_ns()
             made._arena.flush()
             described.write(path)
             made._remove_others()
@@ -120,7 +127,7 @@ class Directory:
         """Opens a directory.
 
         After an unclean end of the machine, or of a copy of a directory in use, the rows that are whole
-        are found anew.
+        are found anew. After a clean one the index alone is checked: `validate` reads the rows.
 
         Raises:
             FileNotFoundError: it holds no storage.
@@ -146,9 +153,12 @@ class Directory:
         path = self.path / described.rows
         try:
             file, size = open_regular(path, os.O_RDWR if writes else os.O_RDONLY)
+        except PermissionError:
+            raise
         except OSError as error:
-            if isinstance(error, PermissionError):
-                raise
+            if Description.read(self.path).rows != described.rows:
+                self._read()  # it was made anew meanwhile
+                return
             raise damaged(path, f"it must be a file: {error.strerror}") from error
         try:
             # What an index takes is less than what its file takes.
@@ -163,7 +173,7 @@ class Directory:
             os.close(file)
         is_same = described.inode == inode and described.boot == _boot() != ""
         if described.is_clean or is_same:
-            self._check()
+            self._check(reads_rows=not described.is_clean)
             if writes and not described.is_clean and forget_beyond(self.index, self._arena):
                 self._arena.flush()
         else:
@@ -179,6 +189,7 @@ class Directory:
         entries = index.num_envs * index.entries_per_lane
         shapes = {
             **index.table_shapes(),
+            "priorities": (np.float32, (index.capacity,)),
             "marks": (np.int64, (entries, checks.NUM_WORDS)),
             "entries": (np.int64, (entries, layout.entry_words)),
         }
@@ -192,15 +203,20 @@ class Directory:
         self._described, self._arena, self.layout = described, arena, layout
         self.index = _index_of(described, arena.arrays)
         self.rows = HostRows(layout, self.index, arena)
+        self.priorities = arena.arrays["priorities"]
         self.state: Mapping[str, Any] = described.state
 
-    def _check(self) -> None:
-        """Raises a ValueError if a live row is damaged, or its place in the index."""
+    def _check(self, *, reads_rows: bool) -> None:
         lane = checks.first_wrong(
-            *(self.index.tables, self.rows.entries, self.layout.observation_words, self.rows.marked)
+            *(self.index.tables, self.rows.entries, self.layout.observation_words),
+            *(self.rows.marked, reads_rows),
         )
         if lane >= 0:
             raise damaged(self.path / self._described.rows, f"rows of lane {lane} are not whole")
+
+    def validate(self) -> None:
+        """Raises a ValueError if a live row is damaged, or its place in the index."""
+        self._check(reads_rows=True)
 
     def _remove_others(self) -> None:
         """Removes files of rows that were replaced, or never came to be used."""
@@ -216,9 +232,19 @@ class Directory:
         except OSError:
             return False
 
-    def _check_writer(self) -> None:
-        if self._lock is None or not self._lock.is_held:
-            raise RuntimeError(f"{self.path} must be opened with mode='r+', by this process.")
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process may write."""
+        return self._lock is not None and self._lock.is_held
+
+    def check_writer(self) -> None:
+        """Raises a RuntimeError if this process may not write."""
+        if self.is_writer:
+            return
+        why = "it was forked from the process that writes" if self.is_open else "it was closed"
+        if self.mode == "r":
+            why = "it was opened with mode='r', not 'r+'"
+        raise RuntimeError(f"{self.path} is open for reading only, as {why}.")
 
     def flush(self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False) -> None:
         """Waits until all rows are on the disk: they outlive a power cut.
@@ -230,7 +256,7 @@ class Directory:
         Raises:
             OSError: the disk is full. The rows are there, as after a kill.
         """
-        self._check_writer()
+        self.check_writer()
         tails, cursors = self.index.tails.tolist(), self.index.cursors.tolist()
         self._arena.flush()
         self.state = self.state if state is None else state
@@ -240,19 +266,33 @@ class Directory:
         described.write(self.path)
         self._described = described
 
-    def empty(self) -> None:
-        """Discards all rows, for good."""
-        self._check_writer()
-        self.index.end_episodes()
-        self.index.tails[:] = self.index.cursors
+    def empty(self, keep_steps: int = 0) -> None:
+        """Discards all rows but the last `keep_steps` of each lane, for good."""
+        self.check_writer()
+        if keep_steps:
+            self.index.empty(keep_steps)
+        else:
+            self.index.let_go()
         self.flush()
 
-    def close(self) -> None:
-        """Flushes, and lets another process write. Rows are read no more."""
-        if self._is_open and self._lock is not None and self._lock.is_held:
-            self.flush(is_clean=True)
+    def close(self, state: Mapping[str, Any] | None = None) -> None:
+        """Flushes, and lets another process write. Rows may be read still."""
+        try:
+            if self.is_writer:
+                self.flush(state, is_clean=True)
+        finally:
+            self._release()
+
+    def remove(self) -> None:
+        """Removes the directory, and all that it holds."""
+        self.check_writer()
+        shutil.rmtree(self.path)
+        self._release()
+
+    def _release(self) -> None:
+        self.is_open = False
+        if self._lock is not None:
             self._lock.forget()
-        self._is_open = False
 
     def __enter__(self) -> Directory:
         return self

@@ -142,10 +142,11 @@ class EpisodeIndex:
     @property
     def fill(self) -> np.ndarray:
         """`[E]` live steps."""
-        return self.cursors - self.tails
+        firsts, ends = self._live()
+        return ends - firsts
 
     def __len__(self) -> int:
-        return int((self.cursors - self.tails).sum())
+        return max(int((self.cursors - self.tails).sum()), 0)
 
     @property
     def is_full(self) -> bool:
@@ -222,21 +223,34 @@ class EpisodeIndex:
         spans[0, FIRST] = first
         self._lanes[lane] = steps[-1] + 1, tail
 
+    def let_go(self) -> None:
+        """Lets all steps give way; those that come have other numbers."""
+        self.end_episodes()
+        self.tails[:] = self.cursors
+        self._epoch += 1
+
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""
         now = Seen(int(self._epoch[0]), self._lanes.tobytes())
         if seen == now:
             return None, now
         lanes = now.lanes
-        cursors, tails = lanes[:, CURSOR], lanes[:, TAIL]
+        cursors = lanes[:, CURSOR]
+        tails = np.minimum(lanes[:, TAIL], cursors)  # another process may be writing
         if seen is None:
             return Changes(_NO_SLOTS, self._slots(tails, cursors)), now
-        before, oldest = seen.lanes[:, CURSOR], seen.lanes[:, TAIL]
+        before = seen.lanes[:, CURSOR]
+        oldest = np.minimum(seen.lanes[:, TAIL], before)
         if seen.epoch != now.epoch:
             return Changes(self._slots(oldest, before), self._slots(tails, cursors)), now
         # Not more than a lane: who was away for long must not go through what he missed.
         gone = self._slots(oldest, np.minimum(before, tails))
         return Changes(gone, self._slots(np.maximum(before, tails), cursors)), now
+
+    def _live(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tails and the cursors `[E]` of one moment; another process may be writing."""
+        cursors = self.cursors.copy()
+        return np.minimum(self.tails, cursors), cursors
 
     def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Lists the slots of steps `firsts` to `ends` of each lane."""
@@ -248,13 +262,13 @@ class EpisodeIndex:
 
     def live_slots(self) -> torch.Tensor:
         """Returns the slots of all rows, lane by lane, oldest first, `[len]` int64."""
-        return torch.from_numpy(self._slots(self.tails, self.cursors))
+        return torch.from_numpy(self._slots(*self._live()))
 
     def slots_by_age(self) -> torch.Tensor:
         """Returns the slots of all rows, oldest first: by how many steps of their lane came after."""
-        slots = self._slots(self.tails, self.cursors)
-        fill = self.fill
-        age = np.concatenate([np.arange(rows, 0, -1) for rows in fill])
+        firsts, ends = self._live()
+        slots = self._slots(firsts, ends)
+        age = np.concatenate([np.arange(rows, 0, -1) for rows in ends - firsts])
         return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
 
     def check_live(self, slots: torch.Tensor) -> None:

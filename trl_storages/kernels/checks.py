@@ -153,7 +153,15 @@ def rows_of(entries: Any, size: int, k: int, M: int, marked: Any, steps: Any) ->
 
 @loop
 def _is_right(
-    index: Any, entries: Any, size: int, marked: Any, e: int, s: int, begin: int, cursor: int
+    index: Any,
+    entries: Any,
+    size: int,
+    marked: Any,
+    reads_rows: bool,
+    e: int,
+    s: int,
+    begin: int,
+    cursor: int,
 ) -> bool:
     """Returns whether step s of lane e is whole, and its place in the index is as it can be."""
     where, episode, ends, spans, _, T, M, k = index
@@ -186,6 +194,8 @@ def _is_right(
     sought = (s + 1) << 2 | (2 if first == s else 0) | (1 if ends[slot] == _DONE else 0)
     if marks[p, NUMBER] != sought or (s == cursor - 1 and last != s):
         return False
+    if not reads_rows:
+        return True
     # What a step needs of the one before was seen with that.
     for q in range(p + 1 if is_next else p - (k - 1), p + 2):
         if _of_observation(entries, q, size, c) != marks[q, OF_OBSERVATION]:
@@ -194,10 +204,11 @@ def _is_right(
 
 
 @loop
-def first_wrong(index: Any, entries: Any, size: int, marked: Any) -> int:
+def first_wrong(index: Any, entries: Any, size: int, marked: Any, reads_rows: bool) -> int:
     """Returns the first lane in which a live row, or its place in the index, is damaged; -1 if none is.
 
-    A writer may go on meanwhile.
+    A writer may go on meanwhile. Without `reads_rows` the index alone is checked, with the numbers of
+    the steps.
     """
     lanes, T = index[4], index[5]
     for e in range(len(lanes)):
@@ -212,7 +223,7 @@ def first_wrong(index: Any, entries: Any, size: int, marked: Any) -> int:
         # The stream goes on from the last step, though it may not be live.
         begin = s = max(min(tail, cursor - 1), 0)
         while s < cursor:
-            if _is_right(index, entries, size, marked, e, s, begin, cursor):
+            if _is_right(index, entries, size, marked, reads_rows, e, s, begin, cursor):
                 s += 1
                 continue
             fence()

@@ -75,8 +75,10 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
     # The first place of those that are drawn from, in its lane, and how many lie before it.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
     for e in range(E):
-        count = min(lanes[e, CURSOR] - lanes[e, TAIL], window)
-        oldest[e], starts[e] = (lanes[e, CURSOR] - count) % T, total
+        cursor = lanes[e, CURSOR]
+        # Another process may be writing: the tail may be beyond the cursor that was read.
+        count = max(min(cursor - lanes[e, TAIL], window), 0)
+        oldest[e], starts[e] = (cursor - count) % T, total
         total += count
     for i in range(len(noise)):
         rank, e = below(noise[i], total), 0
@@ -121,10 +123,11 @@ def bounds(index: Any, slots: Any) -> Any:
         ahead = last_places[e] - (slots[i] - e * T)
         ahead = ahead if ahead >= 0 else ahead + T
         number, step = found[i, 0] - e * (T + 1), newest[e] - ahead
-        found[i, 0] = spans[e, number, FIRST] - step
+        # Of a row that has just given way everything may be wrong, but nothing lies beyond its lane.
+        found[i, 0] = min(spans[e, number, FIRST] - step, 0)
         # A step that is written but not yet published is not there.
-        found[i, 1] = min(spans[e, number, LAST] - step, ahead)
-        found[i, 2], found[i, 3] = lanes[e, TAIL] - step, ahead
+        found[i, 1] = max(min(spans[e, number, LAST] - step, ahead), 0)
+        found[i, 2], found[i, 3] = max(min(lanes[e, TAIL] - step, 0), 1 - T), ahead
     return found
 
 

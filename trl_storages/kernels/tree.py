@@ -125,8 +125,9 @@ def newest_ranges(index: Any, window: int, ranges: Any) -> None:
     """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends."""
     lanes, T = index[4], index[5]
     for e in range(len(lanes)):
-        count = min(lanes[e, CURSOR] - lanes[e, TAIL], window)
-        first = (lanes[e, CURSOR] - count) % T
+        cursor = lanes[e, CURSOR]
+        count = max(min(cursor - lanes[e, TAIL], window), 0)
+        first = (cursor - count) % T
         end = first + count
         ranges[0, 2 * e], ranges[1, 2 * e] = e * T + first, e * T + min(end, T)
         ranges[0, 2 * e + 1], ranges[1, 2 * e + 1] = e * T, e * T + max(end - T, 0)

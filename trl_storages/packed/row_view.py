@@ -53,6 +53,8 @@ class RowView:
         self._next_slots = slots
         self._batch: TensorDictBase | None = None
         self.window: RowView | None = None
+        #: All slots that were read, of further rows too.
+        self.read = [slots]
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +73,9 @@ class RowView:
 
     def at(self, slots: torch.Tensor) -> RowView:
         """Returns further rows as they are stored, `[*]` slots on the host."""
-        return RowView(self._storage, slots)
+        rows = RowView(self._storage, slots)
+        rows.read = self.read
+        return rows
 
     def follow(self, slots: torch.Tensor) -> None:
         """Takes what stands under `next` from other rows, `[B]`; what was set there is forgotten."""
@@ -116,6 +120,8 @@ class RowView:
             self._set[unravel_key(key)] = value
 
     def _places(self, slots: torch.Tensor) -> torch.Tensor:
+        if slots is not self.read[0]:
+            self.read.append(slots)
         return self.episodes.places(slots)
 
     def paste(

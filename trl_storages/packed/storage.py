@@ -6,7 +6,9 @@ Letters: E lanes, M entries a lane, B batch.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.data import Storage
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages.callers import warn_caller
+from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
 from trl_storages.states import Adopt, State
@@ -33,22 +36,30 @@ HOSTS = ("cpu",)
 
 
 class PackedStorage(Storage):  # type: ignore[misc]
-    """Keeps each observation once, as part of its lane's stream, in memory or on a GPU.
+    """Keeps each observation once, as part of its lane's stream: in memory, in a directory or on a GPU.
 
     An `EpisodeWriter` writes the rows. The first write fixes their layout, or `fields` does.
 
     Args:
-        max_size: the number of rows, rounded down to a multiple of `num_envs`.
-        num_envs: E, the number of lanes.
+        max_size: the number of rows, rounded down to a multiple of `num_envs`; None is that of the
+            directory.
+        num_envs: E, the number of lanes; None is that of the directory, else one.
         device: where the rows are; their index is always on the host.
         fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack); or None, for what
             the first write fixes.
         max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
             whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
             evicted early.
+        path: of a directory that keeps the rows, whatever becomes of the process; what it holds already
+            is opened.
+        mode: "r+" for the one process that writes to the directory; "r" for any number of readers.
+        fresh: whether what the directory holds is discarded.
 
     Raises:
-        ValueError: a lane has fewer than two steps, or too few entries.
+        ValueError: a lane has fewer than two steps, or too few entries; or the directory is damaged, or
+            holds the rows of another storage.
+        FileNotFoundError: the directory holds no storage, and `mode` is "r" or `max_size` is None.
+        RuntimeError: the directory has a writer, and `mode` is "r+".
 
     >>> PackedStorage(1000)
     PackedStorage(0 of 1,000 rows, cpu)
@@ -56,16 +67,33 @@ class PackedStorage(Storage):  # type: ignore[misc]
 
     def __init__(
         self,
-        max_size: int,
+        max_size: int | None,
         *,
-        num_envs: int = 1,
+        num_envs: int | None = None,
         device: torch.device | str = "cpu",
         fields: Mapping[NestedKey, Sequence[Any] | None] | None = None,
         max_entries: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+        mode: str = "r+",
+        fresh: bool = False,
     ) -> None:
-        super().__init__(max_size)
         self.device = torch.device(device)
-        self._given_size, self._num_envs, self._max_entries = max_size, num_envs, max_entries
+        #: Of the directory; None where there is none.
+        self.path: Any = arguments.optional(arguments.directory, "path", path)
+        self.mode = arguments.choice("mode", mode, ("r+", "r"))
+        self._is_fresh = arguments.flag("fresh", fresh)
+        self._directory: Directory | None = None
+        self._raw: np.ndarray | None = None
+        found = self._found()
+        if found is None and max_size is None and path is not None:
+            raise FileNotFoundError(f"{self.path} must hold a storage, or max_size be named.")
+        if found is not None:
+            max_size = found.max_size if max_size is None else max_size
+            num_envs = found.num_envs if num_envs is None else num_envs
+            max_entries = found.max_entries if max_entries is None else max_entries
+        num_envs = 1 if num_envs is None else num_envs
+        super().__init__(max_size)
+        self._given_size, self._num_envs, self._max_entries = self.max_size, num_envs, max_entries
         #: As given.
         self.fields = dict(fields or {})
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -77,7 +105,47 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.layout: Any = None
         # Whether there are entries enough for any rows, or it was said that there are not.
         self._is_roomy = max_entries is None and self._gives_back
-        if self.fields and None not in self.fields.values():
+        if found is not None:
+            self._check_fits(found)
+            self._adopt(Directory.open(self.path, self.mode))
+        elif path is None:
+            self.prepare()
+
+    def _found(self) -> Description | None:
+        """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
+        if self.path is None:
+            if self.mode == "r" or self._is_fresh:
+                raise ValueError("mode='r' and fresh=True are of a directory, got path=None.")
+            return None
+        if self.device.type not in HOSTS:
+            raise ValueError(f"rows in a directory are on the host, got device={self.device}.")
+        if self.mode == "r" and self._is_fresh:
+            raise ValueError("fresh=True writes to the directory, got mode='r'.")
+        try:
+            return None if self._is_fresh else Description.read(self.path)
+        except FileNotFoundError:
+            if self.mode == "r":
+                raise
+            return None
+
+    def _check_fits(self, found: Description) -> None:
+        """Raises a ValueError unless a directory is that of a storage like this one."""
+        own = {"num_envs": self._num_envs, "max_entries": self._max_entries}
+        theirs = {"num_envs": found.num_envs, "max_entries": found.max_entries}
+        own["max_size"], theirs["max_size"] = self.max_size, found.max_size
+        if own != theirs:
+            raise ValueError(f"{self.path} holds a storage of {theirs}, got {own}.")
+        if self.fields:
+            described = found.layout.described
+            known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
+            if None in known.values() or Layout(known, found.layout.nested) != found.layout:
+                raise ValueError(
+                    f"{self.path} holds rows of {found.layout}, got fields {self.fields}."
+                )
+
+    def prepare(self) -> None:
+        """Makes room for the rows, if their layout is known."""
+        if self.layout is None and self.fields and None not in self.fields.values():
             self.lay_out(self.layout_for({}))
 
     def divide(self, num_envs: int) -> None:
@@ -97,6 +165,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.episodes = self._new_index(1)
         self.max_size = self.episodes.capacity
         if self.layout is not None:
+            self.check_writable()
             self.lay_out(self.layout)
 
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
@@ -121,6 +190,10 @@ class PackedStorage(Storage):  # type: ignore[misc]
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
+        self._raw = None
+        if self.path is not None:
+            self._adopt(self._new_directory(layout))
+            return
         if self.device.type not in HOSTS:
             self.episodes = self._new_index(layout.frames)
             self.rows = DeviceRows(layout, self.episodes, self.device)
@@ -132,6 +205,21 @@ class PackedStorage(Storage):  # type: ignore[misc]
             self.episodes = self._new_index(layout.frames, arena.arrays)
             self.rows = HostRows(layout, self.episodes, arena)
         self.layout = layout
+
+    def _new_directory(self, layout: Layout) -> Directory:
+        if self._directory is not None:  # without rows
+            self._directory.close()
+        return Directory.create(
+            *(self.path, layout, self.max_size, self._num_envs),
+            max_entries=self._max_entries,
+            fresh=self._is_fresh or self._directory is not None,
+        )
+
+    def _adopt(self, directory: Directory) -> None:
+        """Takes rows and index from a directory."""
+        self._directory, self._raw = directory, directory.priorities
+        self.episodes, self.rows, self.layout = directory.index, directory.rows, directory.layout
+        self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
 
     @property
     def _gives_back(self) -> bool:
@@ -149,6 +237,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         Returns:
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
+        self.check_writable()
         self._check_stacks(block)
         index, tails = self.episodes, self.episodes.tails.copy()
         counts, most = np.diff(block.offsets), index.most_steps
@@ -162,6 +251,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
                 ends = block.offsets[:-1] + np.minimum(counts, done + most)
                 gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
             slots = self._slots_of(block, steps)
+        if self._raw is not None:
+            self._raw[slots[slots >= 0].numpy() if longest > most else slots.numpy()] = 0
         if (
             not self._is_roomy
             and (index.tails > np.maximum(tails, index.cursors - index.steps_per_lane)).any()
@@ -189,6 +280,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
             KeyError, TypeError, ValueError: a key is no field of the step, or a value does not fit.
                 Nothing is written then.
         """
+        self.check_writable()
         slots = index.reshape(-1).cpu()
         self.episodes.check_live(slots)
         for key, value in values.items():
@@ -241,6 +333,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         Raises:
             ValueError, KeyError: they are damaged, or of a storage of another size or layout.
         """
+        self.check_writable()
         saved = dumps.parsed(state, self.max_size, self._num_envs)
         layout = saved.layout
         if layout is not None:
@@ -264,6 +357,88 @@ class PackedStorage(Storage):  # type: ignore[misc]
         """Adopts what `state_dict` returned, once all of it is checked."""
         self.parsed(state_dict)()
 
+    @property
+    def priorities(self) -> np.ndarray:
+        """Raw priorities `[E T]` float32 of the rows; 0, or what can't be one, says that none was set."""
+        if self._raw is None:
+            self._raw = np.zeros(self.episodes.capacity, np.float32)
+        return self._raw
+
+    def empty(self, keep_steps: int = 0) -> None:
+        """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
+        self.check_writable()
+        if self._directory is None:
+            self.episodes.empty(keep_steps)
+        else:
+            self._directory.empty(keep_steps)
+        if self._raw is not None:
+            self._raw[self.episodes.live_slots().numpy()] = 0
+
+    def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
+        """Cuts the running episodes of some lanes, or of all."""
+        self.check_writable()
+        self.episodes.end_episodes(lanes)
+
+    # In a directory
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process may write; others may not meanwhile."""
+        return self._directory is None or self._directory.is_writer
+
+    def check_writable(self) -> None:
+        """Raises a RuntimeError if this storage is open for reading only."""
+        if self._directory is not None:
+            self._directory.check_writer()
+
+    def flush(self, state: Mapping[str, Any] | None = None) -> None:
+        """Waits until all rows are on the disk, with the `state` of other parts."""
+        if self._directory is not None and self.writes:
+            self._directory.flush(state)
+
+    def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
+        """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
+        if self._directory is not None and keep:
+            self._directory.close(state)
+        elif self._directory is not None:
+            self._directory.remove()
+
+    def look(self) -> np.ndarray | None:
+        """Looks, before rows are read, for what another process has done to the directory.
+
+        Returns:
+            what `gave_way` takes; None if no other process writes.
+        """
+        directory = self._directory
+        if directory is None or directory.is_writer:
+            return None
+        if directory.is_open and not directory.is_current:
+            self._adopt(Directory.open(directory.path, "r"))
+        return self.episodes.cursors.copy()
+
+    def gave_way(self, seen: np.ndarray, slots: torch.Tensor) -> torch.Tensor:
+        """Returns which rows may have been overwritten while they were read, `[*B]` bool.
+
+        Args:
+            seen: what `look` returned before.
+            slots: `[*B]` that were read.
+        """
+        newest = torch.from_numpy(seen)[self.episodes.lanes_of(slots)] - 1
+        steps = newest - (newest - slots) % self.episodes.steps_per_lane
+        return self.episodes.stale(slots.reshape(-1), steps.reshape(-1)).view(slots.shape)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy of what is in a directory reads it.
+        if self._directory is not None:
+            return partial(PackedStorage, None, path=self.path, mode="r"), ()
+        return super().__reduce_ex__(protocol)
+
+    def validate(self) -> None:
+        """Raises a RuntimeError or ValueError if tables contradict one another, or rows are damaged."""
+        self.episodes.validate()
+        if self._directory is not None:
+            self._directory.validate()
+
     # As TorchRL's buffers ask
 
     def get(self, index: Any) -> TensorDict:
@@ -275,11 +450,23 @@ class PackedStorage(Storage):  # type: ignore[misc]
         Raises:
             IndexError: a slot holds no live row.
         """
-        slots = torch.as_tensor(index, dtype=torch.int64, device="cpu")
+        slots, seen = torch.as_tensor(index, dtype=torch.int64, device="cpu"), self.look()
         self.episodes.check_live(slots.reshape(-1))
+        batch, gone = self.read(slots, seen)
+        if gone is not None and gone.any():
+            raise IndexError(
+                "slots must hold live rows, got some that gave way while they were read."
+            )
+        return batch
+
+    def read(
+        self, slots: torch.Tensor, seen: np.ndarray | None
+    ) -> tuple[TensorDict, torch.Tensor | None]:
+        """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`."""
         places = self.episodes.places(slots.reshape(-1))
         batch = self.layout.tensordict(self.rows.gather(places, places))
-        return batch.view(slots.shape) if slots.ndim != 1 else batch
+        batch = batch.view(slots.shape) if slots.ndim != 1 else batch
+        return batch, None if seen is None else self.gave_way(seen, slots)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Raises: rows are written in the order of their lanes, by an `EpisodeWriter`."""
@@ -291,7 +478,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         return len(self.episodes)
 
     def _empty(self) -> None:
-        self.episodes.empty()
+        self.empty()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device})"

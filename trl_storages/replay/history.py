@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, pad
 from tensordict.utils import expand_as_right
 
 from trl_storages import keys
@@ -26,10 +26,13 @@ def read(storage: PackedStorage, index: Any) -> Any:
         TypeError: the index is none of these.
     """
     if is_key(index):
-        return storage.get(storage.episodes.slots_by_age())[index]
+        return read(storage, slice(None))[index]
     if isinstance(index, slice):
+        seen = storage.look()
         slots = storage.episodes.slots_by_age()
-        return storage.get(slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)])
+        slots = slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)]
+        batch, gone = storage.read(slots, seen)
+        return batch if gone is None else batch[~gone]
     if isinstance(index, tuple) or index is None or index is Ellipsis:
         raise TypeError(
             "rows have one dimension: index them by a slice, an int, a list, a mask or a tensor of "
@@ -46,16 +49,34 @@ def read(storage: PackedStorage, index: Any) -> Any:
 def draw_episodes(
     storage: PackedStorage, n: int, generator: torch.Generator | None
 ) -> TensorDictBase:
-    """Draws whole, finished episodes `[n, T]`, padded with zeros where the mask says so."""
+    """Draws whole, finished episodes `[n, T]`, padded with zeros where the mask says so.
+
+    Those that gave way while they were read are drawn again.
+    """
+    parts: list[TensorDictBase] = []
+    while (missing := n - sum(map(len, parts))) > 0:
+        seen = storage.look()
+        batch, gone = _draw_episodes(storage, seen, missing, generator)
+        parts.append(batch if gone is None else batch[~gone])
+    longest = max(part.shape[1] for part in parts)
+    padded = [pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts]
+    return torch.cat(padded) if len(parts) > 1 else parts[0]
+
+
+def _draw_episodes(
+    storage: PackedStorage, seen: Any, n: int, generator: torch.Generator | None
+) -> tuple[TensorDictBase, torch.Tensor | None]:
+    """Returns episodes `[n, T]`, and which of them `[n]` gave way."""
     episodes = storage.episodes
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max())).expand(n, -1)
     offset = step.minimum(length[:, None] - 1)
     slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
-    batch = storage.get(slots)
+    batch, gone = storage.read(slots, seen)
     mask = (step < length[:, None]).to(storage.device)
     batch = batch.apply(
         lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
     )
-    return batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
+    batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
+    return batch, None if gone is None else gone.any(1)

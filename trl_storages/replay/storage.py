@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -25,6 +27,7 @@ from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.parameters import Forwarded
 from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.replay.state import parsed, state_of
+from trl_storages.replay.undisturbed import undisturbed
 from trl_storages.samplers import (
     HERSampler,
     OwnSampler,
@@ -39,6 +42,9 @@ from trl_storages.streams.staging import Block
 from trl_storages.transforms import ReplayTransform, parts_of
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
 
@@ -100,6 +106,8 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             # In one thread: more would reorder the draws.
             self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
         self._warned_batch_size_conflict = True
+        # A directory is made when all else has been checked.
+        storage.prepare()
         if (prioritized := self._prioritized) is not None:
             prioritized._of(storage)
 
@@ -109,6 +117,41 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     ) -> StorageHandle:
         arguments.choice("service_backend", service_backend, ("direct", "ray"))
         return on_ray(cls, *args, options=service_backend_options, **options)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        mode: str = "r+",
+        check: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
+
+        A ready-made storage is opened by making it again, with its `path`.
+
+        Args:
+            path: what was the `path` of a storage.
+            mode: "r+" goes on writing, as the only writer; "r" reads what another process may be writing.
+            check: whether each row is checked, as by `validate`; after an unclean end each is.
+            **options: as in the constructor: sampler, transform, batch_size, generator, ...
+
+        Raises:
+            FileNotFoundError: the directory holds no storage.
+            ValueError: it is damaged, or of another format.
+            RuntimeError: it has another writer.
+        """
+        rows = PackedStorage(None, path=path, mode=mode)
+        try:
+            if check:
+                rows.validate()
+            opened = cls.__new__(cls)
+            ReplayStorage.__init__(opened, storage=rows, **options)
+        except BaseException:
+            rows.close()
+            raise
+        return opened
 
     # What there is
 
@@ -137,7 +180,10 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         return layer if isinstance(layer, PERSampler) else None
 
     def __len__(self) -> int:
-        return len(self.episodes) if "_storage" in self.__dict__ else 0
+        if "_storage" not in self.__dict__:
+            return 0
+        self._storage.look()
+        return len(self.episodes)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
@@ -266,7 +312,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         """
         named = None if lanes is None else [*named_lanes(lanes, self._writer.num_envs)]
         with self._replay_lock, self._write_lock:
-            self.episodes.end_episodes(named)
+            self._storage.end_episodes(named)
             self._recorder.reset(lanes)
 
     def rewrite(self, index: torch.Tensor, values: Any) -> None:
@@ -285,7 +331,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         with self._futures_lock:
             self._clear_prefetch_queue_locked()
             with self._replay_lock, self._write_lock:
-                self.episodes.empty(keep_steps)
+                self._storage.empty(keep_steps)
                 self._writer._empty(empty_write_count)
                 if (prioritized := self._prioritized) is not None:
                     prioritized.begin_anew()
@@ -383,6 +429,10 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 sampler.normalize = normalize
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
+        unit = 1 if self._unit is None else self._unit.num_steps
+        return undisturbed(self._storage, partial(self._draw, batch_size), unit)
+
+    def _draw(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any], list[torch.Tensor]]:
         storage, parts = self._storage, parts_of(self._transform)
         self._check_goals(parts)
         slots, info = self._sampler.sample(storage, batch_size)
@@ -400,7 +450,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 part.replay(rows)
             else:
                 rows.transform(part)
-        return rows.tensordict(), info
+        return rows.tensordict(), info, rows.read
 
     def _check_goals(self, parts: list[Transform]) -> None:
         for layer in layers_of(self._sampler):
@@ -493,6 +543,32 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 self._clear_prefetch_queue_locked()
                 adopt()
 
+    # In a directory
+
+    def flush(self) -> None:
+        """Waits until all rows are on the disk: they survive a loss of power, unless evicted since.
+
+        What is written survives a kill without it. In memory there is nothing to do.
+
+        Raises:
+            OSError: the disk is full. The rows are there, as after a kill.
+        """
+        with self._replay_lock, self._write_lock:
+            self._storage.flush()
+
+    def close(self, *, keep: bool = True) -> None:
+        """Flushes the rows of a directory, and lets another process write. Drawing goes on.
+
+        Args:
+            keep: whether the directory stays; False removes it.
+
+        Raises:
+            OSError: the disk is full. The rows are there, as after a kill.
+        """
+        keep = arguments.flag("keep", keep)
+        with self._replay_lock, self._write_lock:
+            self._storage.close(keep=keep)
+
     # Checks
 
     def explain(self, batch: TensorDictBase) -> Explanation:
@@ -514,5 +590,9 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             return explain(batch, self.episodes, [keys.DESIRED_GOAL, *drawn])
 
     def validate(self) -> None:
-        """Checks the tables against one another; raises a RuntimeError where a check fails."""
-        self.episodes.validate()
+        """Checks the tables against one another, and in a directory each row.
+
+        Raises:
+            RuntimeError, ValueError: a check failed, or a row is damaged.
+        """
+        self._storage.validate()

@@ -7,26 +7,31 @@ from __future__ import annotations
 
 import numpy as np
 
-from trl_storages.index import EpisodeIndex, Seen
+from trl_storages.index import Seen
 from trl_storages.kernels import tree
+from trl_storages.packed import PackedStorage
 
 __all__ = ["Priorities"]
 
 _NO_RANGES = np.empty((2, 0), np.int64)
-# 0 says that no priority was set.
+# 0 says that none was set.
 _LEAST = np.finfo(np.float32).tiny
 
 
 class Priorities:
-    """Raw priorities `[N]` of an index's rows, and their weights (p + eps)^alpha in a tree.
+    """Raw priorities `[N]` of a storage's rows, and their weights (p + eps)^alpha in a tree.
 
-    It catches up with the index when it is used: rows that are new get the largest raw priority so far,
-    those that are gone no weight.
+    It catches up with the index when it is used: rows that are new get the largest raw priority so far
+    unless they have one, those that are gone no weight. The raw ones are a column of the storage, where
+    who writes a row sets 0; whatever can't be a priority counts as 0, as it may come from a file.
     """
 
-    def __init__(self, index: EpisodeIndex, alpha: float, eps: float) -> None:
-        self.index, self.alpha, self.eps = index, alpha, eps
-        self.raw = np.zeros(index.capacity, np.float32)
+    def __init__(self, storage: PackedStorage, alpha: float, eps: float) -> None:
+        index = self.index = storage.episodes
+        self.alpha, self.eps = alpha, eps
+        self.raw = storage.priorities
+        # What was seen of those that another process sets.
+        self._known = None if storage.writes else np.zeros_like(self.raw)
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
@@ -40,8 +45,23 @@ class Priorities:
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
             self._set(changes.gone, np.zeros(1))
-            self.raw[changes.new] = 0
-            self._set(changes.new, self._weights(np.full(1, self.largest)))
+            self._take_in(changes.new)
+        if self._known is not None:
+            changed = np.flatnonzero(self.raw != self._known)
+            self._known[changed] = self.raw[changed]
+            self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
+
+    def _take_in(self, slots: np.ndarray) -> None:
+        """Sets the weights of live rows by their raw priorities."""
+        raw = self.raw[slots]
+        found = raw[(raw > 0) & (raw < np.inf)]
+        if len(found):
+            self.largest = max(self.largest if self._reported else _LEAST, found.max())
+            self._reported = True
+        self._set(slots, self._weights(self._usable(raw)))
+
+    def _usable(self, raw: np.ndarray) -> np.ndarray:
+        return np.where((raw > 0) & (raw < np.inf), raw, self.largest)
 
     def _weights(self, raw: np.ndarray) -> np.ndarray:
         weights: np.ndarray = (raw.astype(np.float64) + self.eps) ** self.alpha
@@ -74,10 +94,9 @@ class Priorities:
         self.catch_up()
         self.alpha, self.eps = alpha, eps
         live = self.index.live_slots().numpy()
-        raw = np.where(self.raw[live] > 0, self.raw[live], self.largest)
         leaves = self.sums[self.starts[-2] :]
         leaves[:] = 0
-        leaves[live] = self._weights(raw)
+        leaves[live] = self._weights(self._usable(self.raw[live]))
         tree.renew(self.sums, self.starts, False)
         self._least = None
 

@@ -74,7 +74,7 @@ class PERSampler(OwnSampler):
                     f"max_capacity must be at least that of the storage, {storage.max_size}, got "
                     f"{self.max_capacity}."
                 )
-            found = self._priorities = Priorities(storage.episodes, self.alpha, self.eps)
+            found = self._priorities = Priorities(storage, self.alpha, self.eps)
         if (found.alpha, found.eps) != (self.alpha, self.eps):
             found.rescale(self.alpha, self.eps)
         found.catch_up()
@@ -134,6 +134,7 @@ class PERSampler(OwnSampler):
                 slots. Nothing is changed then.
             TypeError, IndexError: the slots are not numbers of slots.
         """
+        storage.check_writable()
         slots = arguments.values("index", slots).reshape(-1).cpu()
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
