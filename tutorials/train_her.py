@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import gymnasium
 import torch
@@ -28,9 +28,9 @@ from torchrl.envs import set_exploration_type as exploration
 from torchrl.objectives import SoftUpdate
 
 from trl_storages import HERReplayStorage, gym_reward
-from trl_storages.samplers import GoalStrategy
 
 WITH, WITHOUT = "with hindsight", "without hindsight"
+STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--algo", default="dqn", choices=ALGORITHMS, help="algorithm (%(default)s)")
     add("--bits", type=count, help="bits to flip (15; 8 with continuous actions)")
     add("--steps", type=count, help="environment steps of each run (by environment)")
-    add("--strategy", default="future", choices=get_args(GoalStrategy), help="(%(default)s)")
+    add("--strategy", default="future", choices=STRATEGIES, help="(%(default)s)")
     add("--num-goals", default=4, type=integer_from(0), help="goals per step (%(default)s)")
     add("--no-her", action="store_true", help="only the run without hindsight")
     add("--num-envs", default=8, type=count, help="environments side by side (%(default)s)")
