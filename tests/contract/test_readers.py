@@ -195,17 +195,7 @@ class TestOneAtATime:
         assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == files
         assert found(storage) == [steps[-STEPS:] for steps in written]
 
-    def test_it_looks_for_new_rows_as_often_as_asked(self, tmp_path):
-        storage, written = opened(tmp_path, STEPS, "uniform"), [[], []]
-        script, newest = Script(0, longest=1), []
-        write_on(storage, script, written, 2)
-        reader = library.ReplayStorage.open(tmp_path, mode="r", fetch_every=3)
-        for number in range(2, 8):
-            newest.append(max(ids_of(reader.sample(400)).tolist()))
-            write(storage, script.block(number))
-        assert [newest[0]] * 3 == newest[:3]
-        assert [newest[3]] * 3 == newest[3:]
-        assert newest[0] == written[1][-1].id < newest[3]
-        for options in ({"fetch_every": 0}, {"mode": "w"}):
-            with pytest.raises(ValueError, match=next(iter(options))):
-                library.ReplayStorage.open(tmp_path, **{"mode": "r", **options})
+    def test_there_are_two_modes(self, tmp_path):
+        opened(tmp_path, STEPS, "uniform").close()
+        with pytest.raises(ValueError, match="mode"):
+            library.ReplayStorage.open(tmp_path, mode="w")

@@ -78,8 +78,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
         fresh: bool = False,
     ) -> None:
         self.device = torch.device(device)
-        #: Of the directory; None where there is none.
-        self.path: Any = arguments.optional(arguments.directory, "path", path)
+        #: None where there is none.
+        self.path: Any = None if path is None else arguments.directory("path", path)
         self.mode = arguments.choice("mode", mode, ("r+", "r"))
         self._is_fresh = arguments.flag("fresh", fresh)
         self._directory: Directory | None = None
@@ -93,7 +93,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
             max_entries = found.max_entries if max_entries is None else max_entries
         num_envs = 1 if num_envs is None else num_envs
         super().__init__(max_size)
-        self._given_size, self._num_envs, self._max_entries = self.max_size, num_envs, max_entries
+        self._given_size: Any = max_size
+        self._num_envs, self._max_entries = num_envs, max_entries
         #: As given.
         self.fields = dict(fields or {})
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -105,7 +106,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.layout: Any = None
         # Whether there are entries enough for any rows, or it was said that there are not.
         self._is_roomy = max_entries is None and self._gives_back
-        if found is not None:
+        if found is not None and self.path is not None:
             self._check_fits(found)
             self._adopt(Directory.open(self.path, self.mode))
         elif path is None:

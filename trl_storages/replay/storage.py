@@ -96,7 +96,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             writer=writer,
             transform=transform,
             batch_size=batch_size,
-            collate_fn=lambda batch: batch,
+            collate_fn=_as_it_is,
             generator=generator,
             **options,
         )
@@ -596,3 +596,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             RuntimeError, ValueError: a check failed, or a row is damaged.
         """
         self._storage.validate()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
