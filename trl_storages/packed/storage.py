@@ -93,6 +93,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
             max_entries = found.max_entries if max_entries is None else max_entries
         num_envs = 1 if num_envs is None else num_envs
         super().__init__(max_size)
+        #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
+        self.is_replayed = False
         self._given_size: Any = max_size
         self._num_envs, self._max_entries = num_envs, max_entries
         #: As given.

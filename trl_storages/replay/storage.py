@@ -35,6 +35,7 @@ from trl_storages.samplers import (
     UniformSampler,
     checked_priorities,
     layers_of,
+    own_sampler,
 )
 from trl_storages.states import State
 from trl_storages.streams.layout import Layout
@@ -92,7 +93,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
         super().__init__(
             storage=storage,
-            sampler=UniformSampler() if sampler is None else sampler,
+            sampler=UniformSampler() if sampler is None else own_sampler(sampler),
             writer=writer,
             transform=transform,
             batch_size=batch_size,
@@ -100,6 +101,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             generator=generator,
             **options,
         )
+        storage.is_replayed = True
         self._unit = sample_unit
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
         if self._prefetch:
@@ -109,7 +111,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         # A directory is made when all else has been checked.
         storage.prepare()
         if (prioritized := self._prioritized) is not None:
-            prioritized._of(storage)
+            prioritized.priorities_of(storage)
 
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
@@ -473,6 +475,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
     def set_sampler(self, sampler: Any) -> Any:
         """Replaces the sampler; the new one uses this storage's generator. Returns the old one."""
+        sampler = own_sampler(sampler)
         previous = super().set_sampler(sampler)
         sampler._rng = self._rng
         return previous

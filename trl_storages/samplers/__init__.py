@@ -7,6 +7,7 @@ from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, checked_pr
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.sequences import EpisodeSequence
 from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.samplers.wrapping import own_sampler
 
 __all__ = [
     "REDUCTIONS",
@@ -19,4 +20,5 @@ __all__ = [
     "UniformSampler",
     "checked_priorities",
     "layers_of",
+    "own_sampler",
 ]

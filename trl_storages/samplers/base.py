@@ -1,4 +1,7 @@
-"""What samplers of this library have in common."""
+"""What samplers of this library have in common.
+
+Letters: B batch, D random numbers that a row takes.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,27 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments
 from trl_storages.attributes import Strict
 from trl_storages.packed import PackedStorage
 from trl_storages.states import Adopt, State, entries_of, nothing
 
-__all__ = ["Drawn", "OwnSampler", "WrappingSampler", "layers_of"]
+__all__ = ["Drawn", "OwnSampler", "layers_of"]
 
+#: `[B]` int64 slots, and the entries of the batch that go with them.
 Drawn = tuple[torch.Tensor, dict[Any, torch.Tensor]]
 
 
 class OwnSampler(Strict, Sampler):  # type: ignore[misc]
-    """What all samplers here have in common: they draw from the newest `window` steps of each lane."""
+    """Draws rows of a `PackedStorage`; the base class of the samplers here.
+
+    A sampler is never told of writes: it asks the episode index what there is when it draws. So it works
+    in TorchRL's buffers too, over a `PackedStorage` that an `EpisodeWriter` writes. Subclasses implement
+    `draw`; the random numbers of a batch are drawn at once, so that one seed means the same rows wherever
+    they are.
+    """
+
+    #: D, how many random numbers it takes for each row.
+    num_draws = 1
 
     @property
     def layers(self) -> list[OwnSampler]:
@@ -26,27 +38,50 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
         return [self]
 
     def sample(self, storage: PackedStorage, batch_size: int) -> Drawn:
-        """Draws `[B]` slots, and the entries that go with them."""
-        if not len(storage.episodes):
-            raise RuntimeError("the storage is empty: write transitions before sampling.")
-        return self.draw(storage, batch_size, None)
+        """Draws a batch.
 
-    def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
-        """Draws from the newest `window` steps of each lane; None is all."""
+        Args:
+            storage: holds the rows.
+            batch_size: B.
+
+        Returns:
+            `[B]` int64 slots, and the entries of the batch that go with them, on the host.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        if not len(storage.episodes):
+            raise RuntimeError(
+                "the storage is empty: write transitions with record(), add() or extend() first."
+            )
+        noise = torch.empty(self.num_draws, batch_size, dtype=torch.int64)
+        return self.draw(storage, noise.random_(generator=self._rng).unbind(), None)
+
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
+        """Draws a batch by some random numbers.
+
+        Args:
+            storage: holds the rows, at least one.
+            noise: D times `[B]` int64 random numbers, uniform from 0 to 2^63 - 1.
+            window: how many of the newest steps of each lane to draw from; None is all.
+
+        Returns:
+            As `sample`.
+        """
         raise NotImplementedError
 
     @property
     def ran_out(self) -> bool:
-        """Whether the last draw ended an epoch."""
+        """Whether the last draw ended an epoch, and with it an iteration over the buffer."""
         return False
 
     @ran_out.setter
     def ran_out(self, value: bool) -> None:
         pass
 
-    def noise(self, size: int) -> torch.Tensor:
-        """Returns `[size]` random numbers of 63 bits."""
-        return torch.empty(size, dtype=torch.int64).random_(generator=self._rng)
+    # What TorchRL's buffers call
 
     def state(self) -> State:
         """Returns what the next draws depend on, but for parameters and the generator."""
@@ -82,27 +117,3 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
 def layers_of(sampler: Sampler) -> list[Sampler]:
     """Returns the samplers that a sampler is made of, itself first."""
     return sampler.layers if isinstance(sampler, OwnSampler) else [sampler]
-
-
-class WrappingSampler(OwnSampler):
-    """A sampler that changes what its `base` draws."""
-
-    base: Any = None
-
-    def __init__(self, base: OwnSampler) -> None:
-        self.base = base
-        arguments.instance("base", base, OwnSampler, what="a sampler of this library")
-        super().__init__()
-
-    @property
-    def layers(self) -> list[OwnSampler]:
-        """The samplers that this one is made of, itself first."""
-        return [self, *self.base.layers]
-
-    @property
-    def _rng(self) -> torch.Generator | None:
-        return self.base._rng
-
-    @_rng.setter
-    def _rng(self, generator: torch.Generator | None) -> None:
-        self.base._rng = generator

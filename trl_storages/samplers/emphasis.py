@@ -1,39 +1,79 @@
-"""Emphasis on recent experience.
+"""Emphasising recent experience (ERE): draws from a window that narrows onto the newest rows.
 
-Letters: B batch.
+Letters: B batch, N rows, K updates of a phase.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
 from trl_storages.attributes import Checked
 from trl_storages.functional.emphasis import window_size
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
+from trl_storages.samplers.base import Drawn
 from trl_storages.samplers.hindsight import HERSampler
-from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.samplers.wrapping import WrappingSampler
 from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["ERESampler"]
 
+Reference = Literal["stored", "capacity"]
+
+# The paper's unit: in a phase of so many updates, each one narrows the window by the factor eta.
 _SHORTEST_PHASE = 1000
 
 
 class ERESampler(WrappingSampler):
-    """Draws from a window that narrows onto recent steps with each update of a phase.
+    """Emphasises recent experience: a window that narrows onto the newest rows.
 
         c_k = max(N * eta^(k * 1000 / K), c_min)
 
-    Reference: Wang & Ross 2019, arXiv:1906.04009.
+    The k-th draw of a phase of K (k = 1 .. K, as in the paper) takes the newest w steps of each lane, w
+    the least number with which they are c_k rows: uniformly, or by priority with
+    `base=PERSampler(...)`. With at most `c_min` rows stored, it draws from all.
+
+    **Phases.** The paper makes K updates after an episode of K steps. Each `sample` is one update.
+    `begin_phase(num_updates)` starts a phase: call it after collecting an episode or a batch. Without
+    it, the first write after the current phase has used up its updates starts the next one, so that a
+    loop that writes a step before each update still cycles through the windows. Until then, updates
+    beyond the K-th keep the last window. A phase started by a write has `updates_per_phase` updates;
+    None takes the number made in the previous phase, and at least 1000.
+
+    Args:
+        eta: recency strength in (0, 1]; 1 draws from everything. The smallest window of a phase is
+            the share eta^1000 of the rows: 0.996 leaves 2 %.
+        c_min: the smallest window, in rows.
+        updates_per_phase: K of phases started by a write.
+        base: draws within the window; None draws uniformly.
+        reference: N is the number of rows "stored" now or the "capacity" (as in the paper).
+
+    All of these except `base` are attributes that may be set at any time, for instance by TorchRL's
+    schedulers; a new value applies from the next draw on (`updates_per_phase` from the next phase on).
+
+    Raises:
+        ValueError: `eta` outside (0, 1], `c_min` or `updates_per_phase` below 1, or an unknown
+            `reference`.
+        TypeError: `base` is no sampler that draws rows.
+
+    Reference: Wang & Ross 2019, Boosting Soft Actor-Critic: Emphasizing Recent Experience without
+    Forgetting the Past, arXiv:1906.04009.
+
+    >>> sampler = ERESampler(eta=0.99, c_min=100)
+    >>> sampler.begin_phase(500)
+    >>> sampler.update, sampler.num_updates
+    (0, 500)
     """
 
-    updates_per_phase: int | None = None
-    reference, update, num_updates = "stored", 0, 0
     eta: Any = Checked(arguments.number, above=0, at_most=1)
     c_min: Any = Checked(arguments.integer, at_least=1)
+    updates_per_phase: Any = Checked(partial(arguments.optional, arguments.integer), at_least=1)
+    reference: Any = Checked(arguments.choice, get_args(Reference))
 
     def __init__(
         self,
@@ -41,26 +81,40 @@ class ERESampler(WrappingSampler):
         c_min: int = 5000,
         *,
         updates_per_phase: int | None = None,
-        base: OwnSampler | None = None,
-        reference: str = "stored",
+        base: Sampler | None = None,
+        reference: Reference = "stored",
     ) -> None:
-        super().__init__(UniformSampler() if base is None else base)
+        super().__init__(base)
         if any(isinstance(layer, HERSampler) for layer in self.base.layers):
             raise TypeError("base must draw rows, got a HERSampler: pass this sampler as its base.")
         self.eta, self.c_min = eta, c_min
-        self.updates_per_phase = arguments.optional(
-            arguments.integer, "updates_per_phase", updates_per_phase, at_least=1
-        )
-        self.reference = arguments.choice("reference", reference, ("stored", "capacity"))
-        #: The updates made in this phase, and how many there are to be; 0 before the first phase.
-        self.update, self.num_updates = 0, 0
+        self.updates_per_phase, self.reference = updates_per_phase, reference
+        # The updates made in this phase, and how many there are to be; 0 before the first phase.
+        self._update, self._num_updates = 0, 0
         # The epoch of the index, None after a load, and how many steps were written by the last draw.
         self._seen: tuple[int | None, int] | None = None
 
+    @property
+    def update(self) -> int:
+        """The updates made in this phase: k of the last draw, 0 at the beginning of a phase."""
+        return self._update
+
+    @property
+    def num_updates(self) -> int:
+        """K, the updates of this phase; 0 before the first phase."""
+        return self._num_updates
+
     def begin_phase(self, num_updates: int) -> None:
-        """Begins a phase: the next draw is its first, with the widest window."""
-        self.num_updates = arguments.integer("num_updates", num_updates, at_least=1)
-        self.update = 0
+        """Begins a phase: the next draw is its first, with the widest window.
+
+        Args:
+            num_updates: K, the draws until the window is at its narrowest.
+
+        Raises:
+            ValueError: `num_updates` is below 1.
+        """
+        self._num_updates = arguments.integer("num_updates", num_updates, at_least=1)
+        self._update = 0
 
     def _next_update(self, index: EpisodeIndex) -> None:
         """Counts an update; what was written since a phase was over begins the next one."""
@@ -68,33 +122,35 @@ class ERESampler(WrappingSampler):
         self._seen = now
         is_new = before is None or before[1] < now[1]
         if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
-            self.update, self.num_updates, is_new = 0, 0, True
-        if is_new and self.update >= self.num_updates:
-            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self.update))
-        self.update += 1
+            self._update, self._num_updates, is_new = 0, 0, True
+        if is_new and self._update >= self._num_updates:
+            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self._update))
+        self._update += 1
 
     def window(self, episodes: EpisodeIndex) -> int:
         """Returns c_k, how many of the newest rows the current update draws from."""
         size: int = window_size(
             len(episodes),
             eta=self.eta,
-            update=min(self.update, self.num_updates),
-            num_updates=self.num_updates,
+            update=min(self._update, self._num_updates),
+            num_updates=self._num_updates,
             c_min=self.c_min,
             reference_rows=episodes.capacity if self.reference == "capacity" else None,
         )
         return size
 
-    def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
-        """Draws from the newest w steps of each lane, w the least with which they reach c_k."""
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
+        """Draws the batch of the next update, as its base does in the window."""
         index = storage.episodes
         self._next_update(index)
-        return self.base.draw(storage, batch_size, index.window_of(self.window(index)))
+        return self._base.draw(storage, noise, index.window_of(self.window(index)))
 
     def state(self) -> State:
         """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""
         written = -1 if self._seen is None else self._seen[1]
-        return {"update": self.update, "num_updates": self.num_updates, "written": written}
+        return {"update": self._update, "num_updates": self._num_updates, "written": written}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
@@ -105,7 +161,10 @@ class ERESampler(WrappingSampler):
         written = arguments.integer("written", written, at_least=-1)
 
         def adopt() -> None:
-            self.update, self.num_updates = update, num_updates
+            self._update, self._num_updates = update, num_updates
             self._seen = None if written < 0 else (None, written)
 
         return adopt
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self._base})"

@@ -7,37 +7,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
 from trl_storages.attributes import Checked, unit_interval
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
-from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.samplers.base import Drawn
+from trl_storages.samplers.wrapping import WrappingSampler
 
-__all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "check_strategy"]
+__all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
-
-
 #: Strategy (a name or an enum member) -> its share of the relabelled transitions.
 GoalMixture = Mapping[Any, float]
-
 
 # Tolerance for the sum of the shares.
 _NEAR = 1e-6
 
 
-_DISCOUNT = 0.99
-
-
-def _strategy(name: str, value: Any) -> Any:
-    return check_strategy(name, value)[0]
+def _strategy(name: str, value: Any) -> str | dict[str, float]:
+    """Returns a strategy, or a mixture of them whose shares sum to 1."""
+    names = get_args(GoalStrategy)
+    if not isinstance(value, Mapping):
+        strategy: str = arguments.choice(name, value, names)
+        return strategy
+    mixture = {
+        arguments.choice(f"a name of {name}", key, names): arguments.number(
+            f"{name}[{key!r}]", share, at_least=0, at_most=1
+        )
+        for key, share in value.items()
+    }
+    if abs(sum(mixture.values()) - 1) > _NEAR:
+        raise ValueError(
+            f"the shares of {name} must add up to 1, got {mixture}: name the part that each has among "
+            "the relabelled transitions."
+        )
+    return mixture
 
 
 def _num_goals(name: str, value: Any) -> float:
@@ -45,91 +57,148 @@ def _num_goals(name: str, value: Any) -> float:
 
 
 class HERSampler(WrappingSampler):
-    """Draws a goal row along with k of k + 1 transitions.
+    """Hindsight experience replay: of k + 1 transitions, k are relabelled with an achieved goal.
 
-    Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
+    `base` draws the transitions (anchors). `floor(B * k / (k + 1))` of a batch get a goal row, whose
+    next achieved goal `GoalRelabel` writes into them. They are spread evenly: of any k + 1 neighbours k
+    are relabelled, so a batch that is split for several updates keeps the ratio in each part. For
+    anchor t of an episode whose surviving rows are first..last, the goal row j is uniform over
+
+        future: t..last      final: last      episode: first..last      random: all live rows
+        current: t         geometric: t + i with P(i) = (1 - γ) γ^i, or last if that comes first
+
+    and the goal is the one achieved by the action of row j, so j = t is the transition's own outcome.
+    A mixture gives each strategy its share of the relabelled transitions, exactly (rounded by largest
+    remainder) and interleaved: `{"geometric": 0.5, "random": 0.3, "current": 0.2}` with `num_goals=inf`
+    draws the value goals of offline goal-conditioned RL.
+
+    An unfinished episode provides goals from its rows so far. A batch of one, for which the floor is 0,
+    is relabelled with probability k / (k + 1) instead, by a strategy drawn in proportion to the shares.
+
+    **Two goals** per batch, as for value and actor, need two samplers with different goal keys:
+    `HERSampler(goal_key="actor_goal", base=HERSampler())`, whose second goal
+    `GoalRelabel(None, goal_key="actor_goal")` writes.
+
+    The sampler only draws goal rows. A `ReplayStorage` refuses to sample unless one of its transforms
+    writes the goals, as `GoalRelabel` does; a custom transform declares this by `uses_goals = True`.
+    TorchRL's own replay buffers can't hand them to a transform, so there it raises.
+
+    Args:
+        strategy: where goals come from: a name, or a mixture of names.
+        num_goals: k, relabelled transitions per one left as stored; 0 relabels none, `math.inf` all.
+        discount: γ of "geometric" goals, in [0, 1]; 1 is equivalent to "final". No other goals have one.
+        goal_key: which goal of the batch is drawn.
+        base: the sampler that draws the anchors; None draws uniformly.
+
+    The first three may be changed between samples.
+
+    Raises:
+        ValueError: the strategy is unknown, the shares of a mixture do not sum to 1, `num_goals` is
+            negative or not whole, or `base` draws the same goal.
+        TypeError: `base` is a sampler of TorchRL's that has no equal here.
+
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, sections 3.2 and 4.5; for geometric goals
+    Eysenbach et al. 2021, arXiv:2011.08909; for mixtures Park et al. 2025, arXiv:2410.20092.
+
+    >>> HERSampler("final", num_goals=2)
+    HERSampler(strategy='final', num_goals=2, base=UniformSampler())
     """
 
-    goal_key: NestedKey = keys.DESIRED_GOAL
     strategy: Any = Checked(_strategy)
     num_goals: Any = Checked(_num_goals)
     discount: Any = Checked(unit_interval)
 
     def __init__(
         self,
-        strategy: str | Mapping[str, float] = "future",
+        strategy: GoalStrategy | GoalMixture = "future",
         num_goals: float = 4,
         *,
-        discount: float = _DISCOUNT,
+        discount: float = 0.99,
         goal_key: NestedKey = keys.DESIRED_GOAL,
-        base: OwnSampler | None = None,
+        base: Sampler | None = None,
     ) -> None:
-        super().__init__(UniformSampler() if base is None else base)
+        super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
-        self.goal_key = arguments.root_key("goal_key", goal_key)
-        self._made: tuple[Any, torch.Tensor, torch.Tensor] | None = None
-        drawn = [it.goal_key for it in self.layers[1:] if isinstance(it, HERSampler)]
-        if self.goal_key in drawn:
-            raise ValueError(f"base must draw another goal, got {self.goal_key!r} for both.")
+        self._goal_key = arguments.root_key("goal_key", goal_key)
+        #: Where a batch has the goal rows, and says which transitions are relabelled.
+        self._entries = keys.goal_entries(self._goal_key)
+        self.num_draws += 1
+        for layer in self._base.layers:
+            if isinstance(layer, HERSampler) and {*self._entries} & {*layer._entries}:
+                raise ValueError(
+                    f"base must draw another goal, got {layer.goal_key!r} there and {self.goal_key!r} "
+                    "here: name another goal_key, or draw goals of several kinds by a mixture."
+                )
 
     @property
-    def _mixture(self) -> Mapping[str, float]:
-        return self.strategy if isinstance(self.strategy, Mapping) else {self.strategy: 1.0}
+    def goal_key(self) -> NestedKey:
+        """Which goal of the batch is drawn."""
+        return self._goal_key
 
-    def _kinds(
-        self, batch_size: int, noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Returns how each goal is drawn, which rows get one, and whether any is geometric."""
-        mixture = self._mixture
-        kinds, shares = [GOAL_KINDS[name] for name in mixture], [*mixture.values()]
-        geometric = "geometric" in mixture
-        if batch_size == 1:
-            found = kinds_by_chance(noise, self.num_goals, kinds, shares)
-            return found, found > 0, geometric
-        key = batch_size, self.num_goals, tuple(mixture.items())
-        if self._made is None or self._made[0] != key:
-            listed = kinds_of_batch(batch_size, self.num_goals, kinds, shares)
-            made = torch.tensor(listed, dtype=torch.uint8)
-            self._made = key, made, made > 0
-        return self._made[1], self._made[2].clone(), geometric
+    def sample(self, storage: PackedStorage, batch_size: int) -> Drawn:
+        """Draws transitions and their goal rows.
 
-    def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
-        """Draws `[B]` slots, and with them `goal_index` and `her_mask`."""
-        slots, info = self.base.draw(storage, batch_size, window)
-        noise = self.noise(batch_size)
-        kinds, mask, geometric = self._kinds(batch_size, noise)
-        steps = geometric_steps(noise, self.discount) if geometric else None
-        index_key, mask_key = keys.goal_entries(self.goal_key)
-        info[index_key] = storage.episodes.goals(slots, noise, kinds, steps)
+        Returns:
+            `[B]` int64 slots, and the base's entries with `goal_index`, `[B]` int64 slots (the row's own
+            slot if it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` both are
+            named after it.
+
+        Raises:
+            RuntimeError: the storage is empty, or that of another buffer than a `ReplayStorage`.
+        """
+        if not storage.is_replayed:
+            raise RuntimeError(
+                "HERSampler draws goals that a transform of a ReplayStorage must write, got another "
+                "buffer, which hands them to none: use ReplayStorage(storage=..., "
+                "sampler=HERSampler(), transform=GoalRelabel(reward_fn))."
+            )
+        return super().sample(storage, batch_size)
+
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
+        """Draws the base's slots, and a goal row for each."""
+        slots, info = self._base.draw(storage, noise[1:], window)
+        own, strategy = noise[0], self.strategy
+        mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)
+        if len(own) > 1:
+            kinds, mask = _kinds_of_batch(len(own), self.num_goals, mixture)
+            mask = mask.clone()
+        else:  # the floor would always be 0
+            kinds = kinds_by_chance(own, self.num_goals, *_numbered(mixture))
+            mask = kinds > 0
+        steps = None
+        if "geometric" in dict(mixture):
+            steps = geometric_steps(own, self.discount)
+        index_key, mask_key = self._entries
+        info[index_key] = storage.episodes.goals(slots, own, kinds, steps)
         info[mask_key] = mask
         return slots, info
 
-
-def check_strategy(
-    name: str, value: GoalStrategy | GoalMixture
-) -> tuple[GoalStrategy | dict[GoalStrategy, float], dict[GoalStrategy, float]]:
-    """Returns a strategy or mixture, and the share of each name.
-
-    Raises:
-        ValueError: a strategy is unknown, or the shares do not sum to 1.
-        TypeError: it is neither a name nor a mapping from names to numbers.
-
-    >>> check_strategy("strategy", {"future": 0.5, "random": 0.5})[1]
-    {'future': 0.5, 'random': 0.5}
-    """
-    names = get_args(GoalStrategy)
-    if not isinstance(value, Mapping):
-        strategy = arguments.choice(name, value, names)
-        return strategy, {strategy: 1.0}
-    mixture: dict[GoalStrategy, float] = {}
-    for key, share in value.items():
-        strategy = arguments.choice(f"a name of {name}", key, names)
-        share = arguments.number(f"{name}[{strategy!r}]", share, at_least=0, at_most=1)
-        mixture[strategy] = share
-    total = sum(mixture.values())
-    if abs(total - 1) > _NEAR:
-        raise ValueError(
-            f"the shares of {name} must add up to 1, got {mixture}, which is {total:g}: name the part "
-            "that each has among the relabelled transitions."
+    def __repr__(self) -> str:
+        of_goal = "" if self.goal_key == keys.DESIRED_GOAL else f"goal_key={self.goal_key!r}, "
+        return (
+            f"{type(self).__name__}(strategy={self.strategy!r}, num_goals={self.num_goals}, {of_goal}"
+            f"base={self._base})"
         )
-    return mixture, {kind: share / total for kind, share in mixture.items() if share > 0}
+
+
+_Mixture = tuple[tuple[str, float], ...]
+
+
+def _numbered(mixture: _Mixture) -> tuple[list[int], list[float]]:
+    """Returns the numbers of the strategies that have a share, and the shares, with sum 1."""
+    total = sum(share for _, share in mixture)
+    shares = {GOAL_KINDS[name]: share / total for name, share in mixture if share > 0}
+    return [*shares], [*shares.values()]
+
+
+@lru_cache(maxsize=16)
+def _kinds_of_batch(
+    batch_size: int, num_goals: float, mixture: _Mixture
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns how the goal of each transition is drawn, `[B]` uint8, and which have one, `[B]`."""
+    kinds = torch.tensor(
+        kinds_of_batch(batch_size, num_goals, *_numbered(mixture)), dtype=torch.uint8
+    )
+    return kinds, kinds > 0

@@ -1,15 +1,16 @@
-"""Draws by priority.
+"""Prioritized experience replay: draws in proportion to priorities.
 
-Letters: B batch.
+Letters: B batch, N slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
+from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.attributes import Checked, unit_interval
@@ -20,6 +21,8 @@ from trl_storages.samplers.priorities import Priorities
 
 __all__ = ["REDUCTIONS", "PERSampler", "checked_priorities"]
 
+Normalization = Literal["batch", "storage", "none"]
+
 #: TorchRL's names for how to reduce several priorities of one row.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
@@ -28,24 +31,70 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "median": lambda priority, dim: priority.median(dim).values,
 }
 
-
 # Draws after which priorities that were never reported are missed.
 _FORGOTTEN = 1000
 
 
-class PERSampler(OwnSampler):
-    """Draws rows in proportion to their priorities.
+class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
+    """Prioritized experience replay: draws rows in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / Σ_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
 
+    where the minimum over j runs over the batch, or as `normalize` says. The batch has the weights as
+    `priority_weight`, `[B]` float32.
+
+    Takes the place of TorchRL's `PrioritizedSampler`, also in TorchRL's buffers over a `PackedStorage`
+    with an `EpisodeWriter`. It needs no native extension; keeps raw priorities, so that `alpha` may
+    change at any time, also from 0; and rejects invalid priorities. The tree is on the host wherever the
+    rows are.
+
+    **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
+    tianshou do; "storage" by the largest over all rows (within an `ERESampler`, over the window), as
+    TorchRL does; "none" does not divide: (N P(i))^-beta, with mean 1 for beta = 1. They differ by a
+    factor common to the batch, and so in the effective step size. With "storage" a single row with a
+    small error makes all other weights small.
+
+    **New rows.** A row that is written, or overwritten, gets the largest priority reported so far, or 1
+    before any was reported.
+
+    **Late priorities.** The batch's `priority_stamp` says which step a row was, so that a priority which
+    comes after the row was overwritten is skipped; without it, it goes to the row that is now there.
+
+    **Forgotten priorities.** A warning says once that the first 1,000 batches were drawn without any
+    priority being reported.
+
+    Args:
+        max_capacity: N, at least the size of the storage.
+        alpha: priority exponent, in [0, 4]; 0 draws uniformly.
+        beta: exponent of the importance weights, in [0, 1]. Anneal it to 1.
+        eps: in (0, 1]; keeps rows with priority 0 drawable.
+        normalize: whose largest weight is 1: "batch", "storage" or "none".
+        reduction: how several priorities of one row are reduced: "max", "min", "mean" or "median".
+
+    `alpha`, `beta`, `eps` and `normalize` are attributes that may be set at any time, the first three by
+    TorchRL's schedulers. After a change of `alpha` or `eps`, and with `normalize="storage"` at first, a
+    draw costs a pass over all rows.
+
+    Raises:
+        ValueError: an argument is out of range.
+
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
+
+    >>> from tensordict import TensorDict
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), sampler=PERSampler(100), batch_size=32)
+    >>> done = torch.zeros(50, 1, dtype=torch.bool)
+    >>> _ = storage.extend(TensorDict({"observation": torch.zeros(50), "next": {"done": done}}, [50]))
+    >>> batch = storage.sample()
+    >>> batch["td_error"] = torch.rand(32)
+    >>> storage.update_tensordict_priority(batch)
     """
 
-    max_capacity, reduction = 0, "max"
     alpha: Any = Checked(arguments.number, at_least=0, at_most=4)
     beta: Any = Checked(unit_interval)
     eps: Any = Checked(arguments.number, at_least=1e-12, at_most=1)
-    normalize: Any = Checked(arguments.choice, ("batch", "storage", "none"))
+    normalize: Any = Checked(arguments.choice, get_args(Normalization))
+    reduction: Any = Checked(arguments.choice, REDUCTIONS)
 
     def __init__(
         self,
@@ -54,35 +103,45 @@ class PERSampler(OwnSampler):
         beta: float = 0.4,
         eps: float = 1e-6,
         *,
-        normalize: str = "batch",
+        normalize: Normalization = "batch",
         reduction: str = "max",
     ) -> None:
-        super().__init__()
-        self.max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
-        self.reduction = arguments.choice("reduction", reduction, REDUCTIONS)
-        self.alpha, self.beta, self.eps, self.normalize = alpha, beta, eps, normalize
+        # TorchRL's constructor is not called: it builds native trees, and fails where they do not load.
+        self._max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
+        self.alpha, self.beta, self.eps = alpha, beta, eps
+        self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
         # Draws so far; -inf once priorities have been reported.
         self._unanswered = 0.0
 
-    def _of(self, storage: PackedStorage) -> Priorities:
-        """Returns the priorities of a storage's rows, which know all of them."""
+    def priorities_of(self, storage: PackedStorage) -> Priorities:
+        """Returns the priorities of a storage's rows, which know all of them.
+
+        Raises:
+            ValueError: the storage has more slots than `max_capacity`.
+        """
         found = self._priorities
         if found is None or found.index is not storage.episodes:
-            if storage.max_size > self.max_capacity:
+            if storage.max_size > self._max_capacity:
                 raise ValueError(
                     f"max_capacity must be at least that of the storage, {storage.max_size}, got "
-                    f"{self.max_capacity}."
+                    f"{self._max_capacity}."
                 )
             found = self._priorities = Priorities(storage, self.alpha, self.eps)
-        if (found.alpha, found.eps) != (self.alpha, self.eps):
+        if found.alpha != self.alpha or found.eps != self.eps:
             found.rescale(self.alpha, self.eps)
         found.catch_up()
         return found
 
-    def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
-        """Draws `[B]` slots and their `priority_weight`."""
-        priorities = self._of(storage)
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
+        """Draws `[B]` slots in proportion to their priorities.
+
+        Returns:
+            `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
+        """
+        priorities = self.priorities_of(storage)
         self._unanswered += 1
         if self._unanswered == _FORGOTTEN:
             warn_caller(
@@ -91,18 +150,17 @@ class PERSampler(OwnSampler):
                 "which needs its td_error; or draw uniformly, with alpha=0."
             )
         ranges = priorities.ranges(window)
-        drawn, weights, total = priorities.draw(self.noise(batch_size).numpy(), ranges)
+        drawn, weights, total = priorities.draw(noise[0].numpy(), ranges)
         slots, weight = torch.from_numpy(drawn), torch.from_numpy(weights)
         if self.normalize == "none":
             count = len(storage.episodes)
             if window is not None:
                 count = int(storage.episodes.fill.clip(max=window).sum())
-            ratio = total / (count * weight)
+            top = total / count
         else:
-            least = weight.min() if self.normalize == "batch" else priorities.least(ranges)
-            ratio = least / weight
+            top = float(weights.min()) if self.normalize == "batch" else priorities.least(ranges)
         return slots, {
-            keys.PRIORITY_WEIGHT: ratio.pow(self.beta).float(),
+            keys.PRIORITY_WEIGHT: (top / weight).pow_(self.beta).float(),
             keys.PRIORITY_STAMP: storage.episodes.steps_of(slots),
         }
 
@@ -138,16 +196,47 @@ class PERSampler(OwnSampler):
         slots = arguments.values("index", slots).reshape(-1).cpu()
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        if len(slots) and not -1 <= slots.min() <= slots.max() < storage.max_size:
-            raise IndexError(f"slots must be below {storage.max_size}, got {int(slots.max())}.")
-        values = checked_priorities(priority, len(slots))
-        there = slots >= 0
-        if not there.all():
-            slots, values = slots[there], values[there]
-            steps = None if steps is None else steps.reshape(-1).cpu()[there]
-        known, self._unanswered = self._of(storage), -math.inf
-        steps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
-        known.update(slots.numpy(), steps.numpy(), values.numpy())
+        at, values = slots.long().numpy(), checked_priorities(priority, len(slots)).numpy()
+        if len(at) and not -1 <= at.min() <= at.max() < storage.max_size:
+            raise IndexError(f"slots must be below {storage.max_size}, got {at.max()}.")
+        episodes, known = storage.episodes, self.priorities_of(storage)
+        self._unanswered = -math.inf
+        stamps = episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
+        there = at >= 0
+        known.update(at[there], stamps.numpy()[there], values[there])
+
+    # What TorchRL's buffers call
+
+    @property
+    def max_size(self) -> int:
+        """N."""
+        return self._max_capacity
+
+    @property
+    def default_priority(self) -> float:
+        """The raw priority of new rows."""
+        return 1.0 if self._priorities is None else float(self._priorities.largest)
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
+        """Sets the priorities of rows that `storage` holds; see `set_priorities`."""
+        self.set_priorities(storage, index, priority)
+
+    def add(self, index: Any) -> None:
+        """Does nothing: new rows are found when rows are drawn."""
+
+    extend = add
+
+    def mark_update(self, index: Any, *, storage: Any = None) -> None:
+        """Does nothing: rows are never overwritten in place."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rng": None}
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(alpha={self.alpha}, beta={self.beta}, eps={self.eps}, "
+            f"normalize={self.normalize!r})"
+        )
 
 
 def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
@@ -161,7 +250,9 @@ def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not ((values >= 0) & (values < math.inf)).all():
+    numbers = values.numpy()
+    # The least and the largest are NaN if any is.
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < math.inf:
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )

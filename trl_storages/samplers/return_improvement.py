@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,3 +114,28 @@ class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
             **trend,
             "returns": list(self._trend.returns),
         }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state; `eta` itself is set by the next step.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is damaged. Nothing is changed then.
+        """
+        what = f"a state of {type(self).__name__}"
+        state = arguments.mapping("state_dict", state_dict, what)
+        if missing := sorted({*self.state_dict()} - {*state}):
+            raise KeyError(f"state_dict must be {what}, got one without {missing}.")
+        number = arguments.number
+        initial = number("initial_val", state["initial_val"], above=0, at_most=1)
+        num_returns = arguments.integer("num_returns", state["num_returns"], at_least=2)
+        decay = number("decay", state["decay"], above=0, at_most=1)
+        count = arguments.integer("step_count", state["step_count"])
+        rise = state["steepest_rise"]
+        trend = ReturnTrend(
+            tuple(number("returns", value) for value in state["returns"])[-num_returns:],
+            rise if rise == -math.inf else number("steepest_rise", rise),
+            number("steepest_fall", state["steepest_fall"], at_least=0),
+            number("improvement", state["improvement"], at_least=-1, at_most=1),
+        )
+        self.num_returns, self.decay, self._trend, self._step_cnt = num_returns, decay, trend, count
+        self.initial_val = self._min_val = initial

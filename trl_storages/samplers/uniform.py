@@ -1,12 +1,14 @@
 """Uniform draws, with or without replacement.
 
-Letters: B batch.
+Letters: B batch, E lanes, N rows of an epoch.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
 from trl_storages import arguments
@@ -14,22 +16,71 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 
-__all__ = ["UniformSampler"]
+__all__ = ["Epoch", "UniformSampler"]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The rows that were live when an epoch began, in an order that follows from its seed.
+
+    Attributes:
+        seed: of the order.
+        tails: `[E]` the oldest live step of each lane then.
+        cursors: `[E]` the first step that was not written yet.
+        of_index: the epoch of the index, which counts how often it began anew.
+    """
+
+    seed: int
+    tails: tuple[int, ...]
+    cursors: tuple[int, ...]
+    of_index: int
+
+    @classmethod
+    def begun(cls, index: EpisodeIndex, seed: int) -> Epoch:
+        """Returns the epoch of all rows that are live now."""
+        return cls(seed, (*index.tails.tolist(),), (*index.cursors.tolist(),), index.epoch)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """`[N]` ranks of the rows, which are counted lane by lane, oldest first."""
+        size = sum(self.cursors) - sum(self.tails)
+        order: np.ndarray = torch.randperm(
+            size, generator=torch.Generator().manual_seed(self.seed)
+        ).numpy()
+        return order
+
+    def live_slots(self, index: EpisodeIndex, begin: int, end: int) -> np.ndarray:
+        """Returns the slots of rows `begin` to `end` in order, but of those that were evicted since."""
+        ranks, tails = self.order[begin:end], np.array(self.tails)
+        ends = (np.array(self.cursors) - tails).cumsum()
+        lanes = ends.searchsorted(ranks, side="right")
+        steps = ranks + (np.array(self.cursors) - ends)[lanes]
+        slots = lanes * index.steps_per_lane + steps % index.steps_per_lane
+        return slots[steps >= index.tails[lanes]]
+
+
+_NONE = Epoch(0, (), (), -1)
 
 
 class UniformSampler(OwnSampler):
-    """Draws uniformly over the live rows, whatever the fill of each lane.
+    """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     Args:
         without_replacement: whether to go through the rows in epochs, in random order: each row that is
             live when an epoch begins is drawn once, unless it is evicted before. The last batch of an
-            epoch is completed by rows of the next.
+            epoch is completed by rows of the next, and an iteration over the storage (`for batch in
+            storage`) ends with it.
+
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> ReplayStorage(storage=PackedStorage(100)).sampler
+    UniformSampler()
     """
 
     def __init__(self, without_replacement: bool = False) -> None:
         super().__init__()
         self._is_by_epoch = arguments.flag("without_replacement", without_replacement)
-        self._left = _Epoch.of(None, None)
+        # The running epoch, and how many of its rows were drawn or are gone.
+        self._epoch, self._num_drawn = _NONE, 0
         self._has_run_out = False
 
     @property
@@ -46,56 +97,39 @@ class UniformSampler(OwnSampler):
     def ran_out(self, value: bool) -> None:
         self._has_run_out = value
 
-    def draw(self, storage: PackedStorage, batch_size: int, window: int | None) -> Drawn:
-        """Draws `[B]` slots."""
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
+        """Draws `[B]` slots, and no entries.
+
+        Raises:
+            ValueError: there is a window, and rows are drawn without replacement.
+        """
         if not self._is_by_epoch:
-            return storage.episodes.draw(self.noise(batch_size), window), {}
+            return storage.episodes.draw(noise[0], window), {}
         if window is not None:
             raise ValueError("UniformSampler(without_replacement=True) draws from all rows only.")
-        return self._go_on(storage.episodes, batch_size), {}
+        return torch.from_numpy(self._go_on(storage.episodes, noise[0])), {}
 
-    def _go_on(self, index: EpisodeIndex, batch_size: int) -> torch.Tensor:
-        """Draws the next rows of the epoch, and of another one where they are not enough."""
-        found: list[Any] = []
-        left, has_run_out = self._left.alive(index), False
-        while batch_size:
-            if not len(left.slots):
-                has_run_out = len(found) > 0
-                left = _Epoch.of(index, self.noise(len(index)))
-            found.append(left.slots[:batch_size])
-            batch_size -= len(found[-1])
-            left = left.without(len(found[-1]))
-        self._left, self._has_run_out = left, has_run_out or not len(left.slots)
-        return torch.cat(found)
+    def _go_on(self, index: EpisodeIndex, noise: torch.Tensor) -> np.ndarray:
+        """Draws the next rows of the epoch, and of others where they are not enough."""
+        found: list[np.ndarray] = []
+        num_found, has_run_out, epoch, at = 0, False, self._epoch, self._num_drawn
+        if epoch.of_index != index.epoch:
+            epoch, at = _NONE, 0
+        while num_found < len(noise):
+            if at == len(epoch.order):
+                has_run_out |= num_found > 0
+                epoch, at = Epoch.begun(index, int(noise[num_found])), 0
+            end = min(at + len(noise) - num_found, len(epoch.order))
+            found.append(epoch.live_slots(index, at, end))
+            num_found, at = num_found + len(found[-1]), end
+        self._epoch, self._num_drawn = epoch, at
+        self._has_run_out = has_run_out or at == len(epoch.order)
+        return np.concatenate(found)
 
     def _empty(self) -> None:
-        self._left, self._has_run_out = _Epoch.of(None, None), False
+        self._epoch, self._num_drawn, self._has_run_out = _NONE, 0, False
 
-
-class _Epoch(NamedTuple):
-    """Rows that are left of an epoch, in random order: slots, and the steps of their lanes."""
-
-    slots: torch.Tensor
-    steps: torch.Tensor
-    epoch: int
-    """Of the index."""
-
-    @classmethod
-    def of(cls, index: EpisodeIndex | None, noise: torch.Tensor | None) -> _Epoch:
-        """Returns all live rows, in the order of some noise; none without an index."""
-        if index is None or noise is None:
-            none = torch.zeros(0, dtype=torch.int64)
-            return cls(none, none, -1)
-        slots = index.live_slots()[noise.argsort(stable=True)]
-        return cls(slots, index.steps_of(slots), index.since(None)[1].epoch)
-
-    def alive(self, index: EpisodeIndex) -> _Epoch:
-        """Returns those that were not evicted since."""
-        if not len(self.slots) or index.since(None)[1].epoch != self.epoch:
-            return self.of(None, None)
-        stays = self.steps >= torch.from_numpy(index.tails)[index.lanes_of(self.slots)]
-        return _Epoch(self.slots[stays], self.steps[stays], self.epoch)
-
-    def without(self, count: int) -> _Epoch:
-        """Returns all but the first ones."""
-        return _Epoch(self.slots[count:], self.steps[count:], self.epoch)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'without_replacement=True' * self._is_by_epoch})"

@@ -1,0 +1,73 @@
+"""Samplers that change what another one draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchrl.data import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import Sampler
+
+from trl_storages import arguments
+from trl_storages.samplers.base import OwnSampler
+from trl_storages.samplers.uniform import UniformSampler
+from trl_storages.stock_parts import refuse_stock
+
+__all__ = ["WrappingSampler", "own_sampler"]
+
+
+def own_sampler(sampler: Any) -> Any:
+    """Returns the sampler to use in the place of one of TorchRL's; any other as it is.
+
+    Raises:
+        TypeError: TorchRL's sampler has no equal here.
+
+    >>> own_sampler(RandomSampler())
+    UniformSampler()
+    """
+    if type(sampler) is RandomSampler:
+        return UniformSampler()
+    if type(sampler) is SamplerWithoutReplacement and sampler.shuffle and not sampler.drop_last:
+        return UniformSampler(without_replacement=True)
+    refuse_stock(sampler)
+    return sampler
+
+
+class WrappingSampler(OwnSampler):
+    """A sampler that changes what its `base` draws.
+
+    Args:
+        base: draws the rows; None draws uniformly. What is drawn is that of its `draw`, not of its
+            `sample`.
+
+    Raises:
+        TypeError: it is no sampler of this library, and none of TorchRL's with an equal here.
+    """
+
+    def __init__(self, base: Sampler | None) -> None:
+        super().__init__()
+        base = UniformSampler() if base is None else own_sampler(base)
+        what = "a sampler of this library, such as PERSampler, or None for uniform draws"
+        self._base: OwnSampler = arguments.instance("base", base, OwnSampler, what=what)
+        self.num_draws = self._base.num_draws
+
+    @property
+    def base(self) -> OwnSampler:
+        """The sampler that draws the rows."""
+        return self._base
+
+    @property
+    def layers(self) -> list[OwnSampler]:
+        """The samplers that this one is made of, itself first."""
+        return [self, *self._base.layers]
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the last draw ended an epoch of the base."""
+        return self._base.ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._base.ran_out = value
+
+    def _empty(self) -> None:
+        self._base._empty()
