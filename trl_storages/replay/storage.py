@@ -335,8 +335,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             with self._replay_lock, self._write_lock:
                 self._storage.empty(keep_steps)
                 self._writer._empty(empty_write_count)
-                if (prioritized := self._prioritized) is not None:
-                    prioritized.begin_anew()
+                self._sampler._empty()
 
     # Rows as they were stored
 

@@ -16,7 +16,7 @@ from trl_storages.attributes import Checked
 from trl_storages.functional.emphasis import window_size
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn
+from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.wrapping import WrappingSampler
 from trl_storages.states import Adopt, State, entries_of
@@ -85,14 +85,16 @@ class ERESampler(WrappingSampler):
         reference: Reference = "stored",
     ) -> None:
         super().__init__(base)
-        if any(isinstance(layer, HERSampler) for layer in self.base.layers):
-            raise TypeError("base must draw rows, got a HERSampler: pass this sampler as its base.")
         self.eta, self.c_min = eta, c_min
         self.updates_per_phase, self.reference = updates_per_phase, reference
         # The updates made in this phase, and how many there are to be; 0 before the first phase.
         self._update, self._num_updates = 0, 0
         # The epoch of the index, None after a load, and how many steps were written by the last draw.
         self._seen: tuple[int | None, int] | None = None
+
+    def _check_base(self, base: OwnSampler) -> None:
+        if any(isinstance(layer, HERSampler) for layer in base.layers):
+            raise TypeError("base must draw rows, got a HERSampler: pass this sampler as its base.")
 
     @property
     def update(self) -> int:
@@ -146,6 +148,10 @@ class ERESampler(WrappingSampler):
         index = storage.episodes
         self._next_update(index)
         return self._base.draw(storage, noise, index.window_of(self.window(index)))
+
+    def _empty(self) -> None:
+        super()._empty()
+        self._update, self._num_updates, self._seen = 0, 0, None
 
     def state(self) -> State:
         """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""

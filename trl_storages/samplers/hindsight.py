@@ -19,7 +19,7 @@ from trl_storages.attributes import Checked, unit_interval
 from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn
+from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.wrapping import WrappingSampler
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
@@ -117,18 +117,24 @@ class HERSampler(WrappingSampler):
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
+        self._goal_key = arguments.root_key("goal_key", goal_key)
+        # Where a batch has the goal rows, and says which transitions are relabelled.
+        self._entries = keys.goal_entries(self._goal_key)
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
-        self._goal_key = arguments.root_key("goal_key", goal_key)
-        #: Where a batch has the goal rows, and says which transitions are relabelled.
-        self._entries = keys.goal_entries(self._goal_key)
-        self.num_draws += 1
-        for layer in self._base.layers:
+
+    def _check_base(self, base: OwnSampler) -> None:
+        for layer in base.layers:
             if isinstance(layer, HERSampler) and {*self._entries} & {*layer._entries}:
                 raise ValueError(
                     f"base must draw another goal, got {layer.goal_key!r} there and {self.goal_key!r} "
                     "here: name another goal_key, or draw goals of several kinds by a mixture."
                 )
+
+    @property
+    def num_draws(self) -> int:
+        """D, how many random numbers it takes for each row."""
+        return self._base.num_draws + 1
 
     @property
     def goal_key(self) -> NestedKey:

@@ -171,7 +171,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             return torch.full((self.max_capacity,), math.inf)
         return torch.from_numpy(self._priorities.by_slot())
 
-    def begin_anew(self) -> None:
+    def _empty(self) -> None:
         """Forgets all priorities: rows that are there count as new."""
         self._priorities = None
 

@@ -5,8 +5,10 @@ Letters: B batch, E lanes, N rows of an epoch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from trl_storages import arguments
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
+from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["Epoch", "UniformSampler"]
 
@@ -27,18 +30,27 @@ class Epoch:
         seed: of the order.
         tails: `[E]` the oldest live step of each lane then.
         cursors: `[E]` the first step that was not written yet.
-        of_index: the epoch of the index, which counts how often it began anew.
+        of_index: the epoch of the index, which counts how often it began anew; None after a load.
     """
 
     seed: int
     tails: tuple[int, ...]
     cursors: tuple[int, ...]
-    of_index: int
+    of_index: int | None
 
     @classmethod
     def begun(cls, index: EpisodeIndex, seed: int) -> Epoch:
         """Returns the epoch of all rows that are live now."""
         return cls(seed, (*index.tails.tolist(),), (*index.cursors.tolist(),), index.epoch)
+
+    def goes_on(self, index: EpisodeIndex) -> bool:
+        """Whether its rows are those of an index, as far as they are still there."""
+        if self.of_index is not None:
+            return self.of_index == index.epoch
+        tails, cursors = np.array(self.tails), np.array(self.cursors)
+        return len(tails) == index.num_envs and bool(
+            ((cursors - tails <= index.steps_per_lane) & (cursors <= index.cursors)).all()
+        )
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -59,6 +71,7 @@ class Epoch:
         return slots[steps >= index.tails[lanes]]
 
 
+_MOST = 2**53
 _NONE = Epoch(0, (), (), -1)
 
 
@@ -115,8 +128,10 @@ class UniformSampler(OwnSampler):
         """Draws the next rows of the epoch, and of others where they are not enough."""
         found: list[np.ndarray] = []
         num_found, has_run_out, epoch, at = 0, False, self._epoch, self._num_drawn
-        if epoch.of_index != index.epoch:
+        if not epoch.goes_on(index):
             epoch, at = _NONE, 0
+        elif epoch.of_index is None:
+            epoch = replace(epoch, of_index=index.epoch)
         while num_found < len(noise):
             if at == len(epoch.order):
                 has_run_out |= num_found > 0
@@ -130,6 +145,40 @@ class UniformSampler(OwnSampler):
 
     def _empty(self) -> None:
         self._epoch, self._num_drawn, self._has_run_out = _NONE, 0, False
+
+    def state(self) -> State:
+        """Returns what the order of the running epoch follows from, and how far it has come."""
+        if not self._is_by_epoch:
+            return {}
+        epoch = self._epoch
+        tails, cursors = [*epoch.tails], [*epoch.cursors]
+        return {"seed": epoch.seed, "tails": tails, "cursors": cursors, "drawn": self._num_drawn}
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state."""
+        if not self._is_by_epoch:
+            return super().parsed(state)
+        seed, *bounds, drawn = entries_of(
+            "UniformSampler", state, ("seed", "tails", "cursors", "drawn")
+        )
+        if not all(isinstance(steps, list) for steps in bounds):
+            raise ValueError("the bounds of an epoch must be lists of steps: nothing changed.")
+        tails, cursors = (
+            tuple(arguments.integer("a step", step, at_most=_MOST) for step in steps)
+            for steps in bounds
+        )
+        epoch = Epoch(arguments.integer("seed", seed), tails, cursors, None)
+        size = sum(cursors) - sum(tails)
+        is_ordered = len(tails) == len(cursors) and all(map(operator.le, tails, cursors))
+        if not is_ordered or arguments.integer("drawn", drawn) > size:
+            raise ValueError(
+                "an epoch must have as many rows as were drawn of it: nothing changed."
+            )
+
+        def adopt() -> None:
+            self._epoch, self._num_drawn, self._has_run_out = epoch, drawn, False
+
+        return adopt
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'without_replacement=True' * self._is_by_epoch})"

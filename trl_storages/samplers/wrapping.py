@@ -45,15 +45,28 @@ class WrappingSampler(OwnSampler):
 
     def __init__(self, base: Sampler | None) -> None:
         super().__init__()
-        base = UniformSampler() if base is None else own_sampler(base)
-        what = "a sampler of this library, such as PERSampler, or None for uniform draws"
-        self._base: OwnSampler = arguments.instance("base", base, OwnSampler, what=what)
-        self.num_draws = self._base.num_draws
+        self.base = base
 
     @property
-    def base(self) -> OwnSampler:
+    def base(self) -> Any:
         """The sampler that draws the rows."""
         return self._base
+
+    @base.setter
+    def base(self, base: Any) -> None:
+        base = UniformSampler() if base is None else own_sampler(base)
+        what = "a sampler of this library, such as PERSampler, or None for uniform draws"
+        arguments.instance("base", base, OwnSampler, what=what)
+        self._check_base(base)
+        self._base: OwnSampler = base
+
+    def _check_base(self, base: OwnSampler) -> None:
+        """Raises if this sampler can't change what `base` draws."""
+
+    @property
+    def num_draws(self) -> int:
+        """D, how many random numbers it takes for each row."""
+        return self._base.num_draws
 
     @property
     def layers(self) -> list[OwnSampler]:
