@@ -193,6 +193,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             for path in paths
             if path[0] == "next" and not _BY_PRODUCTS.intersection(path)
         ]
+        # What a field at the root leads to is left out on purpose.
+        lost = [key for key in lost if key not in layout]
         if lost:
             self._warned_of_lost = True
             warn_caller(
