@@ -46,7 +46,7 @@ class Description:
         is_clean: whether all that was written was flushed.
         tails: `[E]` steps before these are gone for good.
         cursors: `[E]` steps before these are durable.
-        state: of other parts.
+        state: of other parts; one too large to be read again is left out.
 
     Raises:
         ValueError: it can't be that of a storage.
@@ -86,7 +86,11 @@ class Description:
         """
         own = {it.name: getattr(self, it.name) for it in fields(self)}
         words = {**_KIND, **own, "layout": described(self.layout)}
-        write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
+        text = json.dumps({**words, "check": _check(words)})
+        if len(text) > MOST_BYTES:
+            self.but(state={}).write(directory)
+        else:
+            write_text(directory / NAME, text)
 
     @classmethod
     def read(cls, directory: Path) -> Description:

@@ -394,6 +394,13 @@ class PackedStorage(Storage):  # type: ignore[misc]
         if self._directory is not None:
             self._directory.check_writer()
 
+    @property
+    def kept_state(self) -> Mapping[str, Any]:
+        """What the directory keeps of other parts, for its writer; else nothing."""
+        if self._directory is None or not self._directory.is_writer:
+            return {}
+        return self._directory.state
+
     def flush(self, state: Mapping[str, Any] | None = None) -> None:
         """Waits until all rows are on the disk, with the `state` of other parts."""
         if self._directory is not None and self.writes:

@@ -25,6 +25,7 @@ from trl_storages.replay import history
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.parameters import Forwarded
+from trl_storages.replay.progress import progress_of, resume
 from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.replay.state import parsed, state_of
 from trl_storages.replay.undisturbed import undisturbed
@@ -110,6 +111,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         self._warned_batch_size_conflict = True
         # A directory is made when all else has been checked.
         storage.prepare()
+        resume(self)
         if (prioritized := self._prioritized) is not None:
             prioritized.priorities_of(storage)
 
@@ -548,7 +550,9 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     # In a directory
 
     def flush(self) -> None:
-        """Waits until all rows are on the disk: they survive a loss of power, unless evicted since.
+        """Waits until all rows are on the disk, with the state of generator, samplers and recorder.
+
+        They survive a loss of power, unless evicted since.
 
         What is written survives a kill without it. In memory there is nothing to do.
 
@@ -556,7 +560,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             OSError: the disk is full. The rows are there, as after a kill.
         """
         with self._replay_lock, self._write_lock:
-            self._storage.flush()
+            self._storage.flush(progress_of(self))
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory, and lets another process write. Drawing goes on.
@@ -569,7 +573,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
-            self._storage.close(keep=keep)
+            self._storage.close(progress_of(self), keep=keep)
 
     # Checks
 
