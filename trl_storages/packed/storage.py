@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict
 from torchrl.data import Storage
 
 from trl_storages import arguments, keys
@@ -28,7 +28,7 @@ from trl_storages.streams.host_rows import HostRows
 from trl_storages.streams.layout import Layout, Nested
 from trl_storages.streams.staging import Block
 
-__all__ = ["PackedStorage", "checked_fields"]
+__all__ = ["PackedStorage"]
 
 _FLAGS = ("done", "terminated", "truncated")
 #: Devices whose memory compiled loops read and write.
@@ -197,7 +197,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
         if self.path is not None:
             self._adopt(self._new_directory(layout))
             return
-        if self.device.type not in HOSTS:
+        if not self.is_on_host:
             self.episodes = self._new_index(layout.frames)
             self.rows = DeviceRows(layout, self.episodes, self.device)
         else:
@@ -225,9 +225,14 @@ class PackedStorage(Storage):  # type: ignore[misc]
         self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether compiled loops read and write the rows."""
+        return self.device.type in HOSTS
+
+    @property
     def _gives_back(self) -> bool:
         """Whether memory of entries that no row needs is given back."""
-        return self.device.type in HOSTS and GIVES_BACK
+        return self.is_on_host and GIVES_BACK
 
     @property
     def initialized(self) -> bool:
@@ -242,26 +247,28 @@ class PackedStorage(Storage):  # type: ignore[misc]
         """
         self.check_writable()
         self._check_stacks(block)
-        index, tails = self.episodes, self.episodes.tails.copy()
-        counts, most = np.diff(block.offsets), index.most_steps
-        longest = int(counts.max(initial=0))
-        if longest <= most:
+        index = self.episodes
+        tails = None if self._is_roomy else index.tails.copy()
+        if len(block.words) <= index.most_steps or block.longest <= index.most_steps:
             slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
         else:
-            steps, gaps = index.cursors[block.which].copy(), 0
-            for done in range(0, longest, most):
-                firsts = block.offsets[:-1] + np.minimum(counts, done)
-                ends = block.offsets[:-1] + np.minimum(counts, done + most)
-                gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
-            slots = self._slots_of(block, steps)
+            slots, gaps = self._append_parts(block, cuts_gaps)
         if self._raw is not None:
-            self._raw[slots[slots >= 0].numpy() if longest > most else slots.numpy()] = 0
-        if (
-            not self._is_roomy
-            and (index.tails > np.maximum(tails, index.cursors - index.steps_per_lane)).any()
-        ):
-            self._warn_of_little_room()
+            self._raw[slots[slots >= 0].numpy()] = 0
+        if tails is not None:
+            due = np.maximum(tails, index.cursors - index.steps_per_lane)
+            if (index.tails > due).any():
+                self._warn_of_little_room()
         return slots, gaps
+
+    def _append_parts(self, block: Block, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+        index, most, counts = self.episodes, self.episodes.most_steps, np.diff(block.offsets)
+        steps, gaps = index.cursors[block.which].copy(), 0
+        for done in range(0, block.longest, most):
+            firsts = block.offsets[:-1] + np.minimum(counts, done)
+            ends = block.offsets[:-1] + np.minimum(counts, done + most)
+            gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
+        return self._slots_of(block, steps), gaps
 
     def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
         """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
@@ -492,25 +499,3 @@ class PackedStorage(Storage):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device})"
-
-
-def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torch.Tensor]:
-    """Returns the tensors of the fields of `[N]` transitions.
-
-    Raises:
-        KeyError: the data lacks a field.
-        TypeError, ValueError: it has another dtype or shape.
-    """
-    found = {}
-    for field in layout.fields:
-        value = data.get(field.key, None)
-        if not isinstance(value, torch.Tensor):
-            raise KeyError(f"the data lacks {field.key!r}, which every row holds as {field}.")
-        if value.dtype is not field.dtype:
-            raise TypeError(f"{field.key!r} must be {field}, got {value.dtype}.")
-        if value.shape[data.ndim :] != field.shape:
-            raise ValueError(
-                f"{field.key!r} must be {field}, got {list(value.shape[data.ndim :])}."
-            )
-        found[field.key] = value
-    return found

@@ -28,6 +28,11 @@ class Block(NamedTuple):
     done: Any
     cut: Any
 
+    @property
+    def longest(self) -> int:
+        """The largest number of rows of a lane."""
+        return int(np.diff(self.offsets).max(initial=0))
+
     def part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
         """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
         counts = ends - firsts

@@ -1,130 +1,104 @@
-"""Checks data before it is written, with errors that say what to pass instead.
+"""Checks steps before they are written.
 
-Letters: L lanes written now, T steps of each.
+Letters: E lanes, L of them written now, T steps of each, N rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
+from trl_storages import keys
 from trl_storages.arguments import counted
-from trl_storages.keys import DONE, MASK
+from trl_storages.streams.layout import Layout
 
-__all__ = [
-    "end_flags",
-    "num_steps_of",
-    "refuse_padding",
-]
+__all__ = ["checked_fields", "end_flags", "num_steps_of"]
 
 
-def num_steps_of(
-    data: TensorDictBase, lanes: Sequence[int] | None, num_envs: int, traj_key: NestedKey
-) -> int:
-    """Returns T of a batch.
-
-    Args:
-        data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
-        lanes: the L lanes; None is all of them.
-        num_envs: how many there are.
-        traj_key: assigns the rows of flat batches to lanes.
+def num_steps_of(data: TensorDictBase, num_lanes: int) -> int:
+    """Returns T of a batch `[L, T]`, `[T]` for one lane, or `[L]` for one step of several lanes.
 
     Raises:
         ValueError: the batch has another shape.
     """
-    batch_size, num_lanes = data.batch_size, num_envs if lanes is None else len(lanes)
-    if 0 in batch_size:
-        raise ValueError(f"there is nothing to write: the batch is {list(batch_size)}.")
-    if len(batch_size) == 1 and num_lanes == 1:
-        found: int = batch_size[0]
-        return found
-    if len(batch_size) in (1, 2) and batch_size[0] == num_lanes:
-        return batch_size[1] if len(batch_size) == 2 else 1
-    if data.get(MASK, None) is not None:
-        raise ValueError(_padded(batch_size))
-    if len(batch_size) > 2:
-        joined = f"data.flatten(0, {len(batch_size) - 2})"
-        remedy = f"join its leading dimensions for num_envs={batch_size[:-1].numel()}: {joined}"
-    elif len(batch_size) == 2 and lanes is None and data.get(traj_key, None) is not None:
-        remedy = (
-            f"pass num_envs={batch_size[0]} where the storage or its writer is made; or, if these are "
-            "steps of some of its environments, data.reshape(-1), whose trajectory numbers say of which"
-        )
-    elif len(batch_size) == 2 and lanes is None:
-        remedy = f"pass num_envs={batch_size[0]} where the storage or its writer is made"
-    else:
-        remedy = (
-            "nothing says which lane each row is for: pass the batch as the collector made it, "
-            "without reshape(-1); or with its trajectory numbers (traj_key), which are in no "
-            f"{traj_key!r} here; or name the lane of each with lanes=[...]; or pass num_envs=1 "
-            "to store one stream of transitions or whole trajectories"
-        )
-    if batch_size[1:] == (num_lanes,):
-        remedy = (
-            f"write data.transpose(0, 1) if its last dimension is that of the lanes; or {remedy}"
-        )
+    shape = data.batch_size
+    if 0 in shape:
+        raise ValueError(f"there must be steps to write, got a batch {list(shape)}.")
+    if len(shape) == 1 and num_lanes == 1:
+        return int(shape[0])
+    if len(shape) in (1, 2) and shape[0] == num_lanes:
+        return int(shape[1:].numel())
     raise ValueError(
         f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or [{num_lanes}] "
-        f"(one step of each), got {list(batch_size)}; {remedy}."
+        f"(one step of each), got {list(shape)}: make the storage with the num_envs of the data, name "
+        "lanes=[...], or pass rows [N] with the numbers of their trajectories (traj_key)."
     )
 
 
-def end_flags(
-    entries: Mapping[NestedKey, torch.Tensor], key: NestedKey, num_rows: int
-) -> torch.Tensor:
-    """Returns n bool of any shape, which rows end their episodes.
+def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of the fields of transitions.
 
-    Args:
-        entries: of the rows.
-        key: of the flags.
-        num_rows: n.
+    Raises:
+        KeyError: the data lack a field.
+        TypeError, ValueError: it has another dtype or shape; or some rows are padding; or rows on the
+            host are not done where they are terminated or truncated.
+    """
+    mask = data.get(keys.MASK, None)
+    if mask is not None and not mask.all():
+        raise ValueError(
+            f"all rows must be transitions, but {keys.MASK} says that some are padding: pass "
+            f"traj_format='cat' to the collector, or write data[data[{keys.MASK!r}]]."
+        )
+    found = {}
+    for field in layout.fields:
+        value = data.get(field.key, None)
+        if not isinstance(value, torch.Tensor):
+            raise KeyError(f"the data lacks {field.key!r}, which every row holds as {field}.")
+        if value.dtype is not field.dtype:
+            raise TypeError(f"{field.key!r} must be {field}, got {value.dtype}.")
+        if value.shape[data.ndim :] != field.shape:
+            got = list(value.shape[data.ndim :])
+            raise ValueError(f"{field.key!r} must be {field}, got {got}.")
+        found[field.key] = value
+    for key, done_key in keys.done_beside(found).items():
+        _check_done(found, key, done_key)
+    return found
+
+
+def _check_done(
+    found: Mapping[NestedKey, torch.Tensor], key: NestedKey, done_key: NestedKey
+) -> None:
+    flag, done = found[key], found[done_key]
+    # Flags on another device are not waited for.
+    if (
+        flag.is_cpu
+        and flag.dtype is torch.bool
+        and done.shape == flag.shape
+        and (flag & ~done).any()
+    ):
+        raise ValueError(
+            f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where it "
+            "is not: set it to terminated | truncated. A trainer that flattens makes such rows: pass it "
+            "flatten_tensordicts=False."
+        )
+
+
+def end_flags(data: TensorDictBase, key: NestedKey) -> torch.Tensor:
+    """Returns `[N]` bool, which rows end their episodes.
 
     Raises:
         KeyError: there are none.
         ValueError: they are not one bool a row.
     """
-    flag = entries.get(key)
+    flag = data.get(key, None)
     if flag is None:
-        raise KeyError(
-            f"the data lacks {key!r}, which ends episodes; its keys are "
-            f"{sorted(entries, key=str)}. Pass EpisodeWriter(done_key=...) if it has another name, "
-            f"and make one for the lane where each agent has its own: {_one_for_all(key)}."
-        )
-    if flag.dtype is torch.bool and flag.numel() > num_rows:
+        there = sorted(data.keys(True, True), key=str)
+        raise KeyError(f"the data lacks {key!r}, which ends episodes; it has {there}.")
+    if flag.dtype is not torch.bool or flag.numel() != data.numel():
         raise ValueError(
-            f"{key!r} must be one bool a row, for {num_rows} rows, got {list(flag.shape)}: an "
-            "episode ends for all agents of a lane at once. Pass the done_key of the flag that they "
-            f"share, such as EpisodeWriter(done_key={DONE!r}), or make one: "
-            f"{_one_for_all(key)}."
+            f"{key!r} must be one bool a row, got {flag.dtype} {list(flag.shape)}. Where each agent has "
+            f"its own make one for all, as by data.set({keys.DONE!r}, data[...].any(-2))."
         )
-    if flag.dtype is not torch.bool or flag.numel() != num_rows:
-        raise ValueError(
-            f"{key!r} must be one bool a row, for {num_rows} rows; got "
-            f"{flag.dtype} {list(flag.shape)}."
-        )
-    return flag
-
-
-def _one_for_all(key: NestedKey) -> str:
-    per_agent = ("next", "agents", "done") if key == DONE else key
-    return (
-        f"data.set({DONE!r}, data[{per_agent!r}].any(-2)) if it ends with any agent, all(-2) if with "
-        "the last"
-    )
-
-
-def refuse_padding(entries: Mapping[NestedKey, torch.Tensor]) -> None:
-    """Raises a ValueError if some rows are padding."""
-    mask = entries.get(MASK)
-    if mask is not None and not mask.all():
-        raise ValueError(_padded(mask.shape))
-
-
-def _padded(batch_size: Sequence[int]) -> str:
-    return (
-        f"all rows must be transitions, but {MASK} says that the batch {list(batch_size)} is of "
-        "trajectories that were padded to one length: pass traj_format='cat' to the collector, or "
-        f"write data[data[{MASK!r}]], the rows one after another without the padding."
-    )
+    return flag.detach().reshape(-1)

@@ -61,7 +61,7 @@ class Recorder:
         self.info_keys = arguments.keys("info_keys", info_keys)
         self._fields, self._choices = fields, choices or {}
         # Which environments are only reset by their next step.
-        self._ended = np.zeros(num_envs, bool)
+        self._ended, self._none = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
         self._staging: Staging | None = None
 
     def read(self, step: Step, storage: PackedStorage) -> tuple[Block, Layout] | None:
@@ -92,9 +92,11 @@ class Recorder:
         if made is None or made.is_vector != is_vector or made.layout is not storage.layout:
             made = self._staging = self._stage(step, infos, lanes, storage, is_vector)
         made.put(step, lanes)
-        was_reset = made.done & (self.autoreset_mode is _SAME_STEP)
-        for lane in was_reset.nonzero()[0].tolist():
-            made.put_final(lane, final_obs(infos, lane))
+        was_reset = self._none
+        if self.autoreset_mode is _SAME_STEP and made.done.any():
+            was_reset = made.done
+            for lane in was_reset.nonzero()[0].tolist():
+                made.put_final(lane, final_obs(infos, lane))
         for key in self.info_keys:
             made.put_info(key, lanes, self._info(infos, key, lanes, was_reset, is_vector))
         return made.block(lanes), made.layout

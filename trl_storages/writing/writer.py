@@ -5,7 +5,7 @@ Letters: E lanes (environments), L of them that are written, T steps of each, N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +17,11 @@ from trl_storages import arguments
 from trl_storages import keys as default_keys
 from trl_storages.callers import warn_caller
 from trl_storages.index.naming import Lanes, named_lanes
-from trl_storages.packed.storage import PackedStorage, checked_fields
+from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
-from trl_storages.writing.checks import (
-    end_flags,
-    num_steps_of,
-    refuse_padding,
-)
+from trl_storages.writing.checks import checked_fields, end_flags, num_steps_of
 from trl_storages.writing.lanes import route
 
 __all__ = ["EpisodeWriter"]
@@ -127,47 +123,38 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
         arguments.steps("data", data)
-        size = data.numel()
-        trajectory = data.get(self.traj_key, None)
-        numbers = None
-        if trajectory is not None:
-            numbers = trajectory.detach().cpu().reshape(-1).numpy().astype(np.int64)
-        named = None if lanes is None else named_lanes(lanes, self.num_envs)
-        is_routed = lanes is None and data.ndim == 1 and self.num_envs > 1 and numbers is not None
-        steps = 0 if is_routed and size else num_steps_of(data, named, self.num_envs, self.traj_key)
-        layout, entries = self._fields_of(data)
-        flag = data.get(self.done_key, None)
-        done_entry = {} if flag is None else {self.done_key: flag}
-        done = end_flags(done_entry, self.done_key, size).reshape(-1)
-        _check_flags(entries)
-        places = _in_order(named, size, steps) if steps else self._routed(numbers, done)
-        block = self._block(layout, entries, done, places, numbers)
-        slots = self.append(block, layout)
+        numbers = data.get(self.traj_key, None)
         if numbers is not None:
-            last = block.offsets[1:] - 1
-            self._trajectory[places.which] = (
-                numbers[last] if places.order is None else numbers[places.order[last]]
-            )
+            numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
+        which = np.array(named_lanes(lanes, self.num_envs), np.int64)
+        is_routed = lanes is None and data.ndim == 1 and len(which) > 1 and numbers is not None
+        steps = 0 if is_routed and data.numel() else num_steps_of(data, len(which))
+        layout = self._layout_of(data)
+        entries, done = checked_fields(data, layout), end_flags(data, self.done_key)
+        places = _in_order(which, steps) if steps else self._routed(numbers, done)
+        if numbers is not None and places.order is not None:
+            numbers = numbers[places.order]
+        cut = self._cut(numbers, places, data.numel())
+        slots = self.append(self._block(layout, entries, done, cut, places), layout)
+        if numbers is not None:
+            self._trajectory[places.which] = numbers[places.offsets[1:] - 1]
         if places.order is not None:
             slots = torch.empty_like(slots).index_copy_(0, torch.from_numpy(places.order), slots)
         return slots.view(data.batch_size)
 
-    def _fields_of(self, data: TensorDictBase) -> tuple[Layout, dict[NestedKey, torch.Tensor]]:
-        """Returns the layout of the rows, and the entries that fit into it.
+    def _layout_of(self, data: TensorDictBase) -> Layout:
+        """Returns the layout of the rows; of those of the first write, if there are none yet.
 
         Raises:
-            KeyError, TypeError, ValueError: an entry is missing, or does not fit.
+            KeyError, ValueError: an entry is missing, or has a name that sampling sets.
         """
         storage = self._storage
-        mask = data.get(default_keys.MASK, None)
-        if mask is not None:
-            refuse_padding({default_keys.MASK: mask})
-        layout = storage.layout
-        if layout is None:
+        if storage.layout is not None:
+            layout = storage.layout
+        else:
             wanted = self.keys or [*storage.fields]
-            stored = data.select(*wanted, strict=False) if wanted else data
-            if not wanted:
-                stored = data.exclude(default_keys.INDEX, default_keys.MASK)
+            stored = data.exclude(default_keys.INDEX, default_keys.MASK)
+            stored = data.select(*wanted, strict=False) if wanted else stored
             found = {
                 key: (value.dtype, value.shape[data.ndim :])
                 for key, value in stored.items(True, True)
@@ -180,7 +167,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             layout = storage.layout_for(found, nested_sizes(stored, data.ndim))
         if self.keys is not None and not self._warned_of_lost:
             self._warn_of_lost(data, layout)
-        return layout, checked_fields(data, layout)
+        return layout
 
     def _warn_of_lost(self, data: TensorDictBase, layout: Layout) -> None:
         """Warns once of entries of the environment, and recurrent states, that are left out.
@@ -205,8 +192,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def _routed(self, numbers: Any, done: torch.Tensor) -> _Places:
         order, counts = route(
-            numbers,
-            done.detach().cpu().numpy(),
+            *(numbers, done.cpu().numpy()),
             held=self._trajectory,
             is_open=self._storage.episodes.is_open,
             last_written=self._written_at,
@@ -214,32 +200,45 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         which = np.flatnonzero(counts)
         return _Places(which, np.concatenate([[0], counts[which].cumsum()]), order)
 
-    def _block(
-        self,
-        layout: Layout,
-        entries: dict[NestedKey, torch.Tensor],
-        done: torch.Tensor,
-        places: _Places,
-        numbers: np.ndarray | None,
-    ) -> Block:
-        """Returns the rows as a block, cut where trajectories change."""
-        device, size = self._storage.device, len(done)
-        order = None if places.order is None else torch.from_numpy(places.order)
-        words = torch.zeros(size, layout.row_words, dtype=torch.int64, device=device)
-        for key, value in entries.items():
-            value = value.reshape(size, *layout.field(key).shape)
-            layout.fill(key, words, value if order is None else value[order.to(value.device)])
-        done = done if order is None else done[order.to(done.device)]
+    def _cut(self, numbers: np.ndarray | None, places: _Places, size: int) -> np.ndarray:
+        """Returns `[N]` where trajectories change, in the order of their places."""
         cut = np.zeros(size, bool)
         if numbers is not None:
-            numbers = numbers if places.order is None else numbers[places.order]
             cut[1:] = numbers[1:] != numbers[:-1]
             # The first row of a lane goes on with the lane's last trajectory, or with none.
             first = places.offsets[:-1]
             cut[first] = numbers[first] != self._trajectory[places.which]
-        if device.type != "cpu":
-            return Block(*places[:2], words, done.to(device), torch.from_numpy(cut).to(device))
-        return Block(*places[:2], words.numpy(), done.detach().cpu().contiguous().numpy(), cut)
+        return cut
+
+    def _block(
+        self,
+        layout: Layout,
+        entries: Mapping[NestedKey, torch.Tensor],
+        done: torch.Tensor,
+        cut: np.ndarray,
+        places: _Places,
+    ) -> Block:
+        """Returns the rows as a block, on the device of the storage if they are there."""
+        is_there = not self._storage.is_on_host and done.device == self._storage.device
+        shape = len(done), layout.row_words
+        if is_there:
+            words = torch.zeros(shape, dtype=torch.int64, device=done.device)
+        else:
+            words = torch.from_numpy(np.zeros(shape, np.int64))
+        views = layout.views(words)
+        for key, value in entries.items():
+            field = layout.field(key)
+            value = value.detach().reshape(-1, *field.shape)
+            if field.stack is None:
+                views[key].copy_(value)
+            else:
+                layout.fill(key, words, value)
+        if places.order is not None:
+            order = torch.from_numpy(places.order).to(words.device)
+            words, done = words[order], done[order.to(done.device)]
+        if is_there:
+            return Block(*places[:2], words, done, torch.from_numpy(cut).to(words.device))
+        return Block(*places[:2], words.numpy(), done.cpu().contiguous().numpy(), cut)
 
     # Steps as blocks
 
@@ -255,15 +254,14 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
         self._write_count += len(slots)
         self._written_at[block.which] = self._write_count
-        gaps -= int(self._is_resumed[block.which].sum())
-        self._is_resumed[block.which] = False
-        if gaps > 0 and not self._warned_of_gaps:
+        if gaps and not self._warned_of_gaps and gaps > self._is_resumed[block.which].sum():
             self._warned_of_gaps = True
             warn_caller(
                 "a row does not begin with the observation that the row before it in its lane led to: "
                 "its episode is cut there. Call end_episodes() where environments are reset early, or "
                 'pass on_gap="ignore" if observations are changed between steps.'
             )
+        self._is_resumed[block.which] = False
         return slots
 
     # As TorchRL's buffers ask
@@ -320,32 +318,11 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         return f"{type(self).__name__}(num_envs={self.num_envs})"
 
 
-def _in_order(named: Sequence[int] | None, size: int, steps: int) -> _Places:
-    """Returns the places of `[L, T]` rows, `size` in all."""
-    num_lanes = size // steps
-    offsets = np.arange(num_lanes + 1) * steps
-    if named is None:
-        return _Places(np.arange(num_lanes), offsets, None)
-    which = np.asarray(named, np.int64)
-    by_lane = which.argsort()
+def _in_order(which: np.ndarray, steps: int) -> _Places:
+    """Returns the places of rows `[L, T]` of these lanes."""
+    offsets, by_lane = np.arange(len(which) + 1) * steps, which.argsort()
     if (by_lane[1:] > by_lane[:-1]).all():
         return _Places(which, offsets, None)
-    order = (by_lane[:, None] * steps + np.arange(steps)).reshape(-1)
-    return _Places(which[by_lane], offsets, order)
-
-
-def _check_flags(entries: dict[NestedKey, torch.Tensor]) -> None:
-    """Checks that rows on the host are `done` where they are `terminated` or `truncated`.
-
-    Raises:
-        ValueError: some are not.
-    """
-    for key, done_key in default_keys.done_beside(entries).items():
-        flag, done = entries[key], entries[done_key]
-        fits = flag.is_cpu and flag.dtype is torch.bool and done.shape == flag.shape
-        if fits and (flag & ~done).any():
-            raise ValueError(
-                f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where "
-                "it is not: set it to terminated | truncated. A trainer that flattens makes such "
-                "rows: pass it flatten_tensordicts=False. Nothing was written."
-            )
+    return _Places(
+        which[by_lane], offsets, (by_lane[:, None] * steps + np.arange(steps)).reshape(-1)
+    )
