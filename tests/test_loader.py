@@ -4,23 +4,23 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from disk.rows import is_torn, make, priority_of, write
-from goal_data import AsDrawn
 from gymnasium.spaces import Box, Discrete
+from tally_env import TallyEnv, check_batch, goal_storage
 
 from trl_storages import (
+    EpisodeReplayStorage,
     EpisodeSequence,
-    HERSampler,
     NStepReplayStorage,
-    PackedStorage,
-    PERSampler,
     ReplayStorage,
 )
 
 # TorchRL sets "spawn", whose workers import everything again.
 FORK = {"multiprocessing_context": "fork"}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.requirement("disk-workers"),
+]
 
 
 class PixelEnv(gymnasium.Env):
@@ -30,7 +30,7 @@ class PixelEnv(gymnasium.Env):
     action_space = Discrete(2)
 
     def _picture(self):
-        return np.full((3, 12, 12), self.time % 256, np.uint8)
+        return np.full((3, 12, 12), self.time, np.uint8)
 
     def reset(self, **_):
         self.time = 0
@@ -46,28 +46,23 @@ def act(env, storage, num_steps):
     observation, _ = env.reset()
     for _ in range(num_steps):
         action = env.action_space.sample()
-        step = env.step(action)
-        storage.record(observation, action, *step[1:], step[0])
-        observation = env.reset()[0] if step[3] else step[0]
+        after, reward, terminated, truncated, info = env.step(action)
+        storage.record(observation, action, reward, terminated, truncated, info, after)
+        observation = env.reset()[0] if terminated or truncated else after
 
 
-@pytest.mark.requirement("disk-workers")
+def pixels(kind, path, **options):
+    options = {"storage_size": 200, "batch_size": 16, "path": path, **options}
+    return kind(PixelEnv.observation_space, PixelEnv.action_space, **options)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
     env, path = PixelEnv(), tmp_path / "replay"
-    storage = NStepReplayStorage(
-        env.observation_space,
-        env.action_space,
-        storage_size=200,
-        batch_size=16,
-        n_step=3,
-        discount=0.5,
-        path=path,
-    )
+    storage = pixels(NStepReplayStorage, path, n_step=3, discount=0.5)
+    # Workers that are started before there are rows wait for them.
+    batches = iter(storage.loader(2, fetch_every=2, pin_memory=True, seed=0, **FORK))
     act(env, storage, 40)
-    loader = storage.loader(2, fetch_every=2, pin_memory=True, seed=0, **FORK)
-    batches = iter(loader)
-    seen = 0
     for _ in range(30):
         batch = next(batches)
         assert batch["observation"].dtype is torch.uint8
@@ -75,13 +70,11 @@ def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
         # The fold was made in the worker: at most 3 steps on, never into another episode.
         steps = batch["steps_to_next_obs"].reshape(-1).double()
         assert torch.equal(batch["next", "observation"][:, 0, 0, 0].double(), now + steps)
-        assert ((steps == 3) | (now + steps <= 10)).all()
         expected = sum((now + 1 + i) * 0.5**i * (i < steps) for i in range(3))
         assert torch.allclose(batch["next", "reward"].reshape(-1).double(), expected)
         assert batch["observation"].is_pinned() == torch.cuda.is_available()
         act(env, storage, 10)
-        seen = max(seen, int(batch["index"].max()))
-    assert seen > 40  # rows that were written after the workers began
+    assert batch["index"].max() > 40  # rows that were written after the workers began
     del batches
     storage.close(keep=keep)
     assert path.exists() == keep
@@ -91,115 +84,56 @@ def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
         again.close()
 
 
-@pytest.mark.requirement("disk-workers")
 def test_seeds_of_workers_differ_and_repeat(tmp_path):
-    storage = make(tmp_path, size=1000, batch_size=32)
-    write(storage, 1000)
+    storage = goal_storage(path=tmp_path / "replay", alpha=0.6)
+    act(TallyEnv(), storage, 50)
 
     def draws():
-        batches = iter(storage.loader(2, seed=7, **FORK))
-        return [next(batches)["index"] for _ in range(6)]
+        batches = iter(storage.loader(2, seed=7, persistent_workers=True, **FORK))
+        return [next(batches)["index"].tolist() for _ in range(6)]
 
-    first, second = draws(), draws()
-    for ours, theirs in zip(first, second, strict=True):
-        assert torch.equal(ours, theirs)
-    assert len({tuple(index.tolist()) for index in first}) == 6
-
-
-def test_without_workers(tmp_path):
-    storage = make(tmp_path, size=100)
-    write(storage, 50)
-    batches = iter(storage.loader(batch_size=5))
-    batch = next(batches)
-    assert batch.batch_size == torch.Size([5])
-    assert not is_torn(batch).any()
-    batch["td_error"] = priority_of(batch["serial"], 0)
-    storage.update_tensordict_priority(batch)
-    expected = priority_of(batch["serial"], 0)
-    assert torch.equal(storage.sampler.priorities[batch["index"]], expected)
-    write(storage, 60)
-    assert not is_torn(next(batches)).any()
-
-
-def test_sequences_and_a_collate_function_of_ones_own(tmp_path):
-    storage = ReplayStorage(
-        storage=PackedStorage(100, scratch_dir=tmp_path),
-        sample_unit=EpisodeSequence(4),
-        collate_fn=lambda rows: rows.set("marked", rows["serial"] + 1),
-        batch_size=3,
-    )
-    write(storage, 50)
-    batch = next(iter(storage.loader(1, **FORK)))
-    assert batch.batch_size == (12,)
-    assert batch["step_in_sequence"].tolist() == [0, 1, 2, 3] * 3
-    assert torch.equal(batch["marked"], batch["serial"] + 1)
-
-
-@pytest.mark.slow
-def test_workers_that_are_spawned(tmp_path, start_processes_by):
-    start_processes_by("spawn")
-    storage = ReplayStorage(
-        storage=PackedStorage(100, scratch_dir=tmp_path),
-        sampler=HERSampler(base=PERSampler(100)),
-        transform=AsDrawn(),
-        batch_size=10,
-    )
-    write(storage, 50)
-    batch = next(iter(storage.loader(1)))
-    assert batch["her_mask"].sum() == 8
-    assert not is_torn(batch).any()
-
-
-def test_workers_that_stay(tmp_path):
-    """A loader is iterated again, with the same workers and, meanwhile, new rows and priorities."""
-    storage = make(tmp_path, size=100, batch_size=20)
-    write(storage, 50)
-    loader = storage.loader(2, seed=3, persistent_workers=True, prefetch_factor=1, **FORK)
-    for _ in range(3):
-        batches = iter(loader)
-        seen = torch.cat([next(batches)["observation"][:, 0] for _ in range(6)])
-        newest = int(storage.episodes.num_steps_written[0])
-        assert seen.max() < newest
-        assert seen.min() >= max(newest - 100, 0)
-        write(storage, 100)
-    assert seen.min() >= 150
+    first = draws()
+    assert first == draws()
+    assert len({tuple(index) for index in first}) == 6
 
 
 def test_priorities_reach_the_workers(tmp_path):
-    storage = make(tmp_path, size=100, batch_size=20)
-    write(storage, 100)
-    storage.sampler.alpha = 4.0
-    every = torch.arange(100)
-    storage.sampler.update_priority(every, torch.where(every == 42, 100.0, 0.01))
+    storage = goal_storage(path=tmp_path / "replay", alpha=4.0, batch_size=20)
+    act(TallyEnv(), storage, 50)
+    every = torch.arange(50)
+    storage.update_priority(every, torch.where(every == 42, 100.0, 0.01))
     batch = next(iter(storage.loader(1, **FORK)))
     assert (batch["index"] == 42).all()
-    reader = ReplayStorage.open(tmp_path, mode="r", sampler=PERSampler(100), batch_size=4)
-    with pytest.raises(RuntimeError, match="reading"):
-        reader.sampler.update_priority(every, 1.0, storage=reader.storage)
+    check_batch(batch)
 
 
-def test_two_iterations_at_once(tmp_path):
-    storage = make(tmp_path, size=100, batch_size=20)
-    write(storage, 50)
-    loader = storage.loader()
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sequences_and_episodes(tmp_path, num_workers):
+    options = FORK if num_workers else {}
+    storage = goal_storage(path=tmp_path / "one", batch_size=3, sample_unit=EpisodeSequence(4))
+    act(TallyEnv(), storage, 50)
+    loader = storage.loader(num_workers, **options)
     first, second = iter(loader), iter(loader)
-    for size in (3, 7, 60):
-        for batches in (first, second, first):
-            assert not is_torn(next(batches)).any()
-        write(storage, size)
+    for batches in (first, second, first):
+        assert next(batches)["step_in_sequence"].tolist() == [0, 1, 2, 3] * 3
+    storage = pixels(EpisodeReplayStorage, tmp_path / "two")
+    act(PixelEnv(), storage, 50)
+    assert next(iter(storage.loader(num_workers, **options))).shape == (16, 10)
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned(tmp_path):
+    storage = goal_storage(path=tmp_path / "replay", alpha=0.6, n_step=2)
+    act(TallyEnv(), storage, 50)
+    check_batch(next(iter(storage.loader(1, multiprocessing_context="spawn"))))
 
 
 def test_errors(tmp_path):
-    memory = ReplayStorage(storage=PackedStorage(8), batch_size=4)
-    write(memory, 3)
     with pytest.raises(RuntimeError, match="path="):
-        memory.loader()
-    storage = make(tmp_path, batch_size=None)
-    with pytest.raises(RuntimeError, match="none was written"):
-        storage.loader()
-    write(storage, 3)
-    with pytest.raises(ValueError, match="batch_size"):
-        storage.loader()
+        goal_storage().loader()
+    storage = goal_storage(path=tmp_path / "replay")
     for wrong in ({"num_workers": -1}, {"fetch_every": 0}, {"batch_size": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            storage.loader(**{"batch_size": 4, **wrong})
+            storage.loader(**wrong)
+    with pytest.raises(RuntimeError, match="empty"):
+        next(iter(storage.loader()))

@@ -13,8 +13,8 @@ GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, librar
 
 @pytest.mark.requirement("ensembles")
 class TestEnsembles:
-    def members(self, **parts):
-        storages = [assemble(40, seed=seed, **parts) for seed in (1, 2)]
+    def members(self, place="memory", **parts):
+        storages = [assemble(40, seed=seed, place=place, **parts) for seed in (1, 2)]
         lanes = [Lanes(40), Lanes(40)]
         lanes[1].players = [Player(5)]
         lanes[0].write(storages[0], [ends([5, 5, 5])])
@@ -32,12 +32,12 @@ class TestEnsembles:
             ((0, 1), 6, [0, 6]),
         ],
     )
-    def test_shares_are_exact_and_spread_evenly(self, shares, batch_size, counts):
+    def test_shares_are_exact_and_spread_evenly(self, place, shares, batch_size, counts):
         """As in RLPD: of a fixed part of the batch each storage draws what it would draw alone."""
-        storages, steps = self.members()
+        storages, steps = self.members(place)
         alone = [
             ids_of(storage.sample(max(n, 1))).tolist()
-            for storage, n in zip(self.members()[0], counts, strict=True)
+            for storage, n in zip(self.members(place)[0], counts, strict=True)
         ]
         ensemble = library.ReplayStorageEnsemble(*storages, shares=shares, batch_size=batch_size)
         assert len(ensemble) == sum(map(len, steps))
@@ -69,9 +69,10 @@ class TestEnsembles:
         ]
         assert (batch[~is_online]["desired_goal"][:, 1] == -1).all()
 
-    def test_priorities_go_back_to_where_their_rows_are(self):
+    def test_priorities_go_back_to_where_their_rows_are(self, place):
         per = [library.PERSampler(40, alpha=1.0, beta=1.0, eps=1e-9) for _ in range(2)]
-        storages, lanes = [assemble(40, sampler=sampler) for sampler in per], Lanes(40)
+        storages = [assemble(40, sampler=sampler, place=place) for sampler in per]
+        lanes = Lanes(40)
         lanes.write(storages[0], [ends([5, 5, 5])])
         storages[1].extend(rows(lanes.live()))
         ensemble = library.ReplayStorageEnsemble(*storages, batch_size=400)
@@ -145,8 +146,8 @@ class TestEnsembles:
                 ensemble.shares = wrong
         assert ensemble.can_sample()
 
-    def test_sequences_stay_whole(self):
-        storages, _ = self.members(sample_unit=library.EpisodeSequence(2, burn_in=1))
+    def test_sequences_stay_whole(self, place):
+        storages, _ = self.members(place, sample_unit=library.EpisodeSequence(2, burn_in=1))
         ensemble = library.ReplayStorageEnsemble(*storages, shares=(0.25, 0.75), batch_size=8)
         batch = ensemble.sample().reshape(8, 3)
         assert (batch["buffer_ids"] == batch["buffer_ids"][:, :1]).all()

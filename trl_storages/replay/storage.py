@@ -24,6 +24,7 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
 from trl_storages.replay.batch_priorities import drawn_priorities
 from trl_storages.replay.explain import Explanation, explain
+from trl_storages.replay.loader import make_loader
 from trl_storages.replay.parameters import Forwarded
 from trl_storages.replay.progress import progress_of, resume
 from trl_storages.replay.remote import StorageHandle, on_ray
@@ -46,6 +47,7 @@ from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
     from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
@@ -473,6 +475,39 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         epochs = arguments.integer("epochs", epochs)
         batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return (self.sample(batch_size) for _ in range(num_batches * epochs))
+
+    def loader(
+        self,
+        num_workers: int = 0,
+        *,
+        batch_size: int | None = None,
+        fetch_every: int = 1,
+        pin_memory: bool = False,
+        seed: int | None = None,
+        **options: Any,
+    ) -> DataLoader[TensorDictBase]:
+        """Returns a `DataLoader` whose workers draw from the directory while this process writes.
+
+        Each worker has its own seed, and copies of this storage's sampler, sample unit and transforms as
+        they are now. Priorities are set by this storage.
+
+        Args:
+            num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
+                process, and raises as `sample` does while there are none.
+            batch_size: B; None uses the constructor's.
+            fetch_every: after how many batches at most a worker sees new rows; it does with each.
+            pin_memory: whether batches arrive in pinned memory.
+            seed: of the workers; None uses torch's default generator.
+            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
+
+        Raises:
+            RuntimeError: the rows are not in a directory, or none exists yet.
+            ValueError: a number is too small, or no batch size is known.
+        """
+        with self._replay_lock:
+            return make_loader(
+                self, num_workers, batch_size, fetch_every, pin_memory, seed, options
+            )
 
     def set_sampler(self, sampler: Any) -> Any:
         """Replaces the sampler; the new one uses this storage's generator. Returns the old one."""
