@@ -230,7 +230,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         """Does nothing: rows are never overwritten in place."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_rng": None}
+        # A copy takes the rows that it draws from.
+        return {**self.__dict__, "_rng": None, "_priorities": None}
 
     def __repr__(self) -> str:
         return (
