@@ -108,7 +108,7 @@ def check(storage, before, loop):
     begins = index.behind(slots) == 0
     for lane in range(index.num_envs):
         made = before[lane] + (loop.made[lane] if loop.made is not before else [])
-        its = slots % index.num_envs == lane
+        its = index.lanes_of(slots) == lane
         for place, key in enumerate(("observation", ("next", "observation"))):
             assert rows[key][its].tolist() == [transition[place].tolist() for transition in made]
         assert begins[its].tolist() == [transition[2] for transition in made]

@@ -456,6 +456,18 @@ class PackedStorage(Storage):  # type: ignore[misc]
         if self._directory is not None:
             self._directory.validate()
 
+    def __getstate__(self) -> State:
+        """Returns what makes a copy of the storage, with rows of its own."""
+        state = {**super().__getstate__(), "saved": self.state()}
+        own = ("episodes", "rows", "layout", "_raw")
+        return {name: state[name] for name in state if name not in own}
+
+    def __setstate__(self, state: State) -> None:
+        saved = state.pop("saved")
+        super().__setstate__(state)
+        self.episodes, self.rows, self.layout, self._raw = self._new_index(1), None, None, None
+        self.parsed(saved)()
+
     # As TorchRL's buffers ask
 
     def get(self, index: Any) -> TensorDict:

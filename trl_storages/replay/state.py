@@ -16,16 +16,21 @@ from trl_storages.samplers import OwnSampler
 from trl_storages.states import Adopt, State, array, entries_of, nothing
 from trl_storages.transforms import ReplayTransform
 
-__all__ = ["parsed", "state_of"]
+__all__ = ["parsed", "parsed_rest", "rest_of", "state_of"]
 
-_PARTS = ("rows", "parts", "writer", "recorder", "generator", "batch_size")
+_ALL = ("rows", "rest")
+_REST = ("parts", "writer", "recorder", "generator", "batch_size")
 
 
 def state_of(storage: Any) -> State:
     """Returns the state of a `ReplayStorage`. Its rows may share the memory of the storage."""
+    return {"rows": storage._storage.state(), "rest": rest_of(storage)}
+
+
+def rest_of(storage: Any) -> State:
+    """Returns the state of all but the rows."""
     generator = storage._rng
     return {
-        "rows": storage._storage.state(),
         "parts": [_state_of_part(part) for part in storage.parts()],
         "writer": storage._writer.state(),
         "recorder": storage._recorder.state(),
@@ -40,14 +45,25 @@ def parsed(storage: Any, state: Any) -> Adopt:
     Raises:
         ValueError, TypeError, KeyError: the state is damaged, or of another storage.
     """
-    rows, parts, writer, recorder, generator, batch_size = entries_of("a storage", state, _PARTS)
+    rows, rest = entries_of("a storage", state, _ALL)
+    adopts = storage._storage.parsed(rows), parsed_rest(storage, rest)
+
+    def adopt() -> None:
+        for each in adopts:
+            each()
+
+    return adopt
+
+
+def parsed_rest(storage: Any, state: Any) -> Adopt:
+    """Returns a function that makes all but the rows go on from a state; see `parsed`."""
+    parts, writer, recorder, generator, batch_size = entries_of("a storage", state, _REST)
     own = storage.parts()
     if not isinstance(parts, list) or len(parts) != len(own):
         raise ValueError(
             f"the state must be of {len(own)} samplers and transforms: nothing changed."
         )
     adopts = [
-        storage._storage.parsed(rows),
         storage._writer.parsed(writer),
         storage._recorder.parsed(recorder),
         *(_parsed_part(part, its) for part, its in zip(own, parts, strict=True)),

@@ -28,7 +28,7 @@ from trl_storages.replay.loader import make_loader
 from trl_storages.replay.parameters import Forwarded
 from trl_storages.replay.progress import progress_of, resume
 from trl_storages.replay.remote import StorageHandle, on_ray
-from trl_storages.replay.state import parsed, state_of
+from trl_storages.replay.state import parsed, parsed_rest, rest_of, state_of
 from trl_storages.replay.undisturbed import undisturbed
 from trl_storages.samplers import (
     HERSampler,
@@ -107,9 +107,7 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         storage.is_replayed = True
         self._unit = sample_unit
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
-        if self._prefetch:
-            # In one thread: more would reorder the draws.
-            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
+        self._prefetch_in_order()
         self._warned_batch_size_conflict = True
         # A directory is made when all else has been checked.
         storage.prepare()
@@ -158,6 +156,11 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             rows.close()
             raise
         return opened
+
+    def _prefetch_in_order(self) -> None:
+        if self._prefetch:
+            # In one thread: more would reorder the draws.
+            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
 
     # What there is
 
@@ -609,6 +612,16 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
             self._storage.close(progress_of(self), keep=keep)
+
+    def __getstate__(self) -> State:
+        """Returns what makes a copy of the storage, with rows of its own."""
+        return {**super().__getstate__(), "_iterator": None, "rest": rest_of(self)}
+
+    def __setstate__(self, state: State) -> None:
+        rest = state.pop("rest")
+        super().__setstate__(state)
+        self._prefetch_in_order()
+        parsed_rest(self, rest)()
 
     # Checks
 
