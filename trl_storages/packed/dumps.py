@@ -23,7 +23,7 @@ from trl_storages.streams.layout import Layout
 __all__ = ["Packed", "PackedLane", "check", "fill", "packed", "parsed"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
-_LANE = ("cursor", "tail", "first", "begins", "ends", "places", "entries")
+_LANE = ("cursor", "tail", "first", "begins", "ends", "places", "priorities", "entries")
 _DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
 _MOST = 2**48
 
@@ -43,6 +43,8 @@ class PackedLane(NamedTuple):
     """`[N]` uint8, as in `kernels.streams`."""
     places: np.ndarray
     """`[N]` int64, its entry."""
+    priorities: np.ndarray
+    """`[N]` float32, 0 where none was set."""
     entries: list[torch.Tensor]
     """`[n, W]` in parts."""
 
@@ -68,6 +70,7 @@ class PackedLane(NamedTuple):
             begins=self.begins[count:],
             ends=self.ends[count:],
             places=self.places[count:] - gone,
+            priorities=self.priorities[count:],
             entries=entries,
         )
 
@@ -79,18 +82,20 @@ class Packed(NamedTuple):
     lanes: Sequence[PackedLane]
 
 
-def packed(index: EpisodeIndex, layout: Layout | None, rows: Any) -> State:
+def packed(
+    index: EpisodeIndex, layout: Layout | None, rows: Any, priorities: np.ndarray | None
+) -> State:
     """Returns rows as they are saved. Those on the host share their memory."""
     lanes = [] if layout is None else range(index.num_envs)
     return {
         "max_size": index.capacity,
         "num_envs": index.num_envs,
         "layout": None if layout is None else described(layout),
-        "lanes": [_lane(index, rows, lane) for lane in lanes],
+        "lanes": [_lane(index, rows, priorities, lane) for lane in lanes],
     }
 
 
-def _lane(index: EpisodeIndex, rows: Any, lane: int) -> State:
+def _lane(index: EpisodeIndex, rows: Any, priorities: np.ndarray | None, lane: int) -> State:
     steps, k = index.steps_in(lane), index.stack
     cursor = int(steps[-1]) + 1 if len(steps) else 0
     slots = lane * index.steps_per_lane + steps % index.steps_per_lane
@@ -105,10 +110,12 @@ def _lane(index: EpisodeIndex, rows: Any, lane: int) -> State:
             entries.append(rows.stored(first, end))
             places.append(part - first + length)
             length += end - first
+    raw = np.zeros(len(slots), np.float32) if priorities is None else priorities[slots]
     columns = {
         "begins": firsts == steps,
         "ends": ends,
         "places": np.concatenate(places) if places else where,
+        "priorities": np.where((raw > 0) & (raw < np.inf), raw, np.float32(0)),
     }
     return {
         "cursor": cursor,
@@ -144,18 +151,22 @@ def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
 
 
 def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
-    cursor, tail, first, begins, ends, places, entries = entries_of("a lane", state, _LANE)
+    cursor, tail, first, *columns, entries = entries_of("a lane", state, _LANE)
+    begins, ends, places, priorities = columns
     begins = array("begins", begins, torch.bool, None)
     ends = array("ends", ends, torch.uint8, len(begins))
     places = array("places", places, torch.int64, len(begins))
+    priorities = array("priorities", priorities, torch.float32, len(begins))
     if not isinstance(entries, list):
         raise ValueError("the entries of a lane must be a list of tensors: nothing changed.")
     parts = [
         torch.from_numpy(array("entries", part, torch.int64, None, layout.entry_words))
         for part in entries
     ]
-    lane, k, number = PackedLane(cursor, tail, first, begins, ends, places, parts), layout.frames, 0
-    holds = all(type(it) is int and 0 <= it < _MOST for it in (cursor, tail, first))
+    lane = PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
+    k, number = layout.frames, 0
+    holds = bool(((priorities >= 0) & (priorities < np.inf)).all())
+    holds = holds and all(type(it) is int and 0 <= it < _MOST for it in (cursor, tail, first))
     holds = holds and tail <= cursor <= tail + T and len(begins) <= T
     if holds and len(begins):
         number = int(places[-1]) + 2
@@ -176,8 +187,10 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     return lane.without(tail - (cursor - len(begins)), k)
 
 
-def fill(saved: Packed, index: EpisodeIndex, rows: Any = None) -> None:
-    """Makes saved rows the only ones of an index, and of rows.
+def fill(
+    saved: Packed, index: EpisodeIndex, rows: Any = None, priorities: np.ndarray | None = None
+) -> None:
+    """Makes saved rows the only ones of an index, of rows, and of a column of priorities.
 
     Raises:
         OSError: the disk is full.
@@ -194,6 +207,9 @@ def fill(saved: Packed, index: EpisodeIndex, rows: Any = None) -> None:
             first=fitting.first,
             tail=fitting.tail,
         )
+        if priorities is not None:
+            slots = number * index.steps_per_lane + fitting.steps % index.steps_per_lane
+            priorities[slots] = fitting.priorities
         if rows is not None:
             rows.fill(number, fitting.entries)
 

@@ -335,7 +335,7 @@ class PackedStorage(Storage):  # type: ignore[misc]
 
     def state(self) -> State:
         """Returns what is saved of the rows; see `packed.dumps`."""
-        return dumps.packed(self.episodes, self.layout, self.rows)
+        return dumps.packed(self.episodes, self.layout, self.rows, self._raw)
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
@@ -355,7 +355,9 @@ class PackedStorage(Storage):  # type: ignore[misc]
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
-            dumps.fill(saved, self.episodes, self.rows)
+            if any(lane.priorities.any() for lane in saved.lanes):
+                self._raw = self.priorities
+            dumps.fill(saved, self.episodes, self.rows, self._raw)
 
         return adopt
 

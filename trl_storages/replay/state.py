@@ -24,6 +24,8 @@ _REST = ("parts", "writer", "recorder", "generator", "batch_size")
 
 def state_of(storage: Any) -> State:
     """Returns the state of a `ReplayStorage`. Its rows may share the memory of the storage."""
+    if (prioritized := storage._prioritized) is not None:
+        prioritized.priorities_of(storage._storage)  # rows that are new get their priorities
     return {"rows": storage._storage.state(), "rest": rest_of(storage)}
 
 

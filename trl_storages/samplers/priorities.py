@@ -24,9 +24,21 @@ class Priorities:
     It catches up with the index when it is used: rows that are new get the largest raw priority so far
     unless they have one, those that are gone no weight. The raw ones are a column of the storage, where
     who writes a row sets 0; whatever can't be a priority counts as 0, as it may come from a file.
+
+    Args:
+        storage: holds the rows.
+        alpha, eps: of the weights.
+        largest: the largest raw priority so far, and whether one was ever set; None takes it from the
+            rows.
     """
 
-    def __init__(self, storage: PackedStorage, alpha: float, eps: float) -> None:
+    def __init__(
+        self,
+        storage: PackedStorage,
+        alpha: float,
+        eps: float,
+        largest: tuple[float, bool] | None = None,
+    ) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = storage.priorities
@@ -35,10 +47,13 @@ class Priorities:
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
-        #: The largest raw priority so far.
-        self.largest = np.float32(1)
         self._seen: Seen | None = None
-        self._reported = False
+        if largest is None:
+            most = self._usable(self.raw[index.live_slots().numpy()], 0).max(initial=0)
+            largest = (float(most), True) if most > 0 else (1.0, False)
+        #: The largest raw priority so far, 1 before one is set.
+        self.largest = np.float32(largest[0])
+        self.is_set = largest[1]
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
@@ -49,19 +64,23 @@ class Priorities:
         if self._known is not None:
             changed = np.flatnonzero(self.raw != self._known)
             self._known[changed] = self.raw[changed]
+            self._grow(self._usable(self.raw[changed], 0).max(initial=0))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Sets the weights of live rows by their raw priorities."""
-        raw = self.raw[slots]
-        found = raw[(raw > 0) & (raw < np.inf)]
-        if len(found):
-            self.largest = max(self.largest if self._reported else _LEAST, found.max())
-            self._reported = True
-        self._set(slots, self._weights(self._usable(raw)))
+        raw = self._usable(self.raw[slots], self.largest)
+        if self._known is None:
+            self.raw[slots] = raw
+        self._set(slots, self._weights(raw))
 
-    def _usable(self, raw: np.ndarray) -> np.ndarray:
-        return np.where((raw > 0) & (raw < np.inf), raw, self.largest)
+    def _grow(self, most: np.float32) -> None:
+        if most > 0:
+            self.largest = max(self.largest if self.is_set else _LEAST, most)
+            self.is_set = True
+
+    def _usable(self, raw: np.ndarray, otherwise: float | np.float32) -> np.ndarray:
+        return np.where((raw > 0) & (raw < np.inf), raw, np.float32(otherwise))
 
     def _weights(self, raw: np.ndarray) -> np.ndarray:
         weights: np.ndarray = (raw.astype(np.float64) + self.eps) ** self.alpha
@@ -85,8 +104,7 @@ class Priorities:
         slots, priority = slots[live], np.maximum(priority[live].astype(np.float32), _LEAST)
         if len(slots):
             self.raw[slots] = priority
-            self.largest = max(self.largest if self._reported else _LEAST, priority.max())
-            self._reported = True
+            self._grow(priority.max())
             self._set(slots, self._weights(priority))
 
     def rescale(self, alpha: float, eps: float) -> None:
@@ -96,7 +114,7 @@ class Priorities:
         live = self.index.live_slots().numpy()
         leaves = self.sums[self.starts[-2] :]
         leaves[:] = 0
-        leaves[live] = self._weights(self._usable(self.raw[live]))
+        leaves[live] = self._weights(self._usable(self.raw[live], self.largest))
         tree.renew(self.sums, self.starts, False)
         self._least = None
 

@@ -18,6 +18,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities
+from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["REDUCTIONS", "PERSampler", "checked_priorities"]
 
@@ -31,6 +32,7 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "median": lambda priority, dim: priority.median(dim).values,
 }
 
+_MOST = torch.finfo(torch.float32).max
 # Draws after which priorities that were never reported are missed.
 _FORGOTTEN = 1000
 
@@ -111,6 +113,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
+        # The largest priority of the priorities to be made, and whether one was set; None is not known.
+        self._largest: tuple[float, bool] | None = None
         # Draws so far; -inf once priorities have been reported.
         self._unanswered = 0.0
 
@@ -127,7 +131,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                     f"max_capacity must be at least that of the storage, {storage.max_size}, got "
                     f"{self._max_capacity}."
                 )
-            found = self._priorities = Priorities(storage, self.alpha, self.eps)
+            found = Priorities(storage, self.alpha, self.eps, self._largest)
+            self._priorities, self._largest = found, None
         if found.alpha != self.alpha or found.eps != self.eps:
             found.rescale(self.alpha, self.eps)
         found.catch_up()
@@ -173,7 +178,31 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
 
     def _empty(self) -> None:
         """Forgets all priorities: rows that are there count as new."""
-        self._priorities = None
+        self._priorities = self._largest = None
+
+    def state(self) -> State:
+        """Returns the largest priority so far, and whether one was set; priorities are with the rows."""
+        if (known := self._priorities) is not None:
+            return {"largest": float(known.largest), "is_set": known.is_set}
+        largest, is_set = self._largest or (0.0, False)
+        return {"largest": largest, "is_set": is_set}
+
+    def parsed(self, state: Any) -> Adopt:
+        """Returns a function that adopts a state."""
+        largest, is_set = entries_of("PERSampler", state, ("largest", "is_set"))
+        largest = arguments.number("largest", largest, at_least=0, at_most=_MOST)
+        is_set = arguments.flag("is_set", is_set)
+
+        def adopt() -> None:
+            self._priorities, self._largest = None, (largest, is_set) if largest else None
+
+        return adopt
+
+    def __getstate__(self) -> State:
+        # A copy takes the rows that it draws from.
+        known = self._priorities
+        largest = self._largest if known is None else (float(known.largest), known.is_set)
+        return {**self.__dict__, "_rng": None, "_priorities": None, "_largest": largest}
 
     def set_priorities(
         self, storage: PackedStorage, slots: Any, priority: Any, steps: Any = None
@@ -228,10 +257,6 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
         """Does nothing: rows are never overwritten in place."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy takes the rows that it draws from.
-        return {**self.__dict__, "_rng": None, "_priorities": None}
 
     def __repr__(self) -> str:
         return (
