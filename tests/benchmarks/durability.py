@@ -16,11 +16,11 @@ import sqlite3
 import statistics
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,8 +53,8 @@ def blocks(steps: int) -> Iterator[TensorDict]:
     return itertools.cycle(rows.split(steps))
 
 
-class Store(ABC):
-    """A ring of rows somewhere.
+class Store:
+    """A ring of rows somewhere: `write`, `draw` a batch, `flush` to the disk, `close`, `reopen` and draw.
 
     Args:
         path: of a directory that does not exist; None for memory.
@@ -67,26 +67,6 @@ class Store(ABC):
 
     def __init__(self, path: Path | None, num_rows: int) -> None:
         self.path, self.num_rows = path, num_rows
-
-    @abstractmethod
-    def write(self, data: TensorDict) -> None:
-        """Writes the next steps."""
-
-    @abstractmethod
-    def draw(self) -> TensorDictBase:
-        """Draws a batch."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Waits until everything is on disk."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of the files."""
-
-    @abstractmethod
-    def reopen(self) -> TensorDictBase:
-        """Opens what was closed, and draws a batch."""
 
     def num_bytes(self) -> int:
         """Bytes on disk."""
@@ -249,7 +229,7 @@ class SyncedLMDB(LMDB):
 STORES = (Ours, Ours, SQLite, LMDB, SyncedLMDB)
 
 
-def write_next(store: Store, data: Iterator[TensorDict]) -> None:
+def write_next(store: Any, data: Iterator[TensorDict]) -> None:
     store.write(next(data))
 
 
@@ -265,7 +245,7 @@ def microseconds(act: Callable[[], object], seconds: float) -> float:
 
 
 def by_turns(
-    stores: list[Store], acts: list[Callable[[], object]], arguments: argparse.Namespace
+    stores: list[Any], acts: list[Callable[[], object]], arguments: argparse.Namespace
 ) -> list[float]:
     """Returns how long each call takes, measured by turns."""
     taken: list[list[float]] = [[] for _ in stores]
@@ -275,7 +255,7 @@ def by_turns(
     return [statistics.median(times) for times in taken]
 
 
-def flushes(stores: list[Store], data: TensorDict, rounds: int) -> list[float]:
+def flushes(stores: list[Any], data: TensorDict, rounds: int) -> list[float]:
     """Returns how many milliseconds a flush takes after a write of `data`, measured by turns."""
     # What was written before, and how much of it the system has synced, is left out.
     for store in stores:
@@ -344,7 +324,8 @@ def _machine() -> dict[str, str | int]:
     """Describes what the run depends on."""
     others = ("stable_baselines3", "cpprb", "tianshou", "flashbax", "jax")
     known = {name: it for name, it in describe_machine().items() if name not in others}
-    return {**known, "SQLite": sqlite3.sqlite_version, "lmdb": version("lmdb")}
+    there = {"lmdb": version("lmdb")} if LMDB in STORES else {}
+    return {**known, "SQLite": sqlite3.sqlite_version, **there}
 
 
 def measure(arguments: argparse.Namespace, root: Path) -> Run:

@@ -29,7 +29,6 @@ from tests.benchmarks.data import (
 from tests.benchmarks.measure import Turn, measure
 from tests.benchmarks.network import Network
 from tests.benchmarks.peers import Buffer, load_peer
-from tests.benchmarks.progress import progress
 from tests.benchmarks.results import Report, Result
 
 __all__ = ["SECTIONS", "prepare_process", "run_section"]
@@ -49,9 +48,6 @@ GROUPS = {
 }
 # What is drawn between the updates of a network.
 IN_LOOPS = ("uniform", "her", "n_step", "priorities")
-DRAWN_AHEAD = ("uniform", *OURS_WITH_GOALS, "n_step", "priorities")
-# Steps of a loop that are timed together: a batch that is drawn ahead is drawn during another step.
-LOOP_STEPS = 10
 WRITES = {"record": (1,), "record_lanes": (LANES,), "extend": (1, 8, 50, 1000)}
 
 
@@ -76,13 +72,12 @@ def drawn(
 def loop(plan: Plan) -> Iterator[Result]:
     """Draws between two updates of a network, the caches as the update leaves them.
 
-    The section "alone" has the same draws without updates, by turns with these; "prefetch" has steps
-    of a loop, and of one that is given its batches.
+    The section "alone" has the same draws without updates, by turns with these.
     """
     rows, batch_size = min(LOOP_ROWS, plan.most_rows), plan.batch_sizes[0]
     case = {"rows": rows, "batch_size": batch_size}
     network = Network.as_slow_as_wanted(batch_size, plan.effort)
-    for group in progress(IN_LOOPS, "loop"):
+    for group in IN_LOOPS:
         contest = contest_of(who(plan, group, own=GROUPS[group]), rows, plan)
         sections = {
             "loop": contest.turns(batch_size, network.update),
@@ -96,31 +91,6 @@ def loop(plan: Plan) -> Iterator[Result]:
         for (section, contestant), rounds in measure(turns, plan.effort).items():
             yield from told(section, {contestant: rounds}, plan, **case)
         del contest, sections, turns
-    for work in progress(DRAWN_AHEAD if "ours" in plan.peers else (), "prefetch"):
-        contest = contest_of([("ours", work)], rows, plan, drawn_ahead=batch_size)
-        measured = measure(loop_turns(contest, work, batch_size, network), plan.effort)
-        yield from told("prefetch", measured, plan, **case)
-        del contest
-
-
-def loop_turns(
-    contest: Contest, work: str, batch_size: int, network: Network
-) -> dict[Contestant, Turn]:
-    """Returns steps of a training loop, and of one that is given its batches."""
-    buffer, steps = contest.buffers["ours", work], contest.steps["ours", work]
-
-    def step() -> None:
-        buffer.write(next(steps))
-        batch = buffer.draw(batch_size)
-        network.update()
-        buffer.judge(batch)
-
-    def step_without_draw() -> None:
-        buffer.write(next(steps))
-        network.update()
-
-    calls = {("ours", work): step, ("free", work): step_without_draw}
-    return {contestant: Turn(call=call, repeat=LOOP_STEPS) for contestant, call in calls.items()}
 
 
 def contest_of(
@@ -142,7 +112,7 @@ def sampling(plan: Plan) -> Iterator[Result]:
     cases = [(group, rows, plan.unequal) for group in GROUPS for rows in sizes]
     if not plan.unequal and len(sizes) > 1:
         cases.insert(2 * len(sizes), ("her", sizes[len(sizes) // 2], True))
-    for group, rows, unequal in progress(cases, "sampling"):
+    for group, rows, unequal in cases:
         contestants = who(plan, group, own=GROUPS[group])
         contest = contest_of(contestants, rows, plan, unequal=unequal)
         yield from drawn("sampling", contest, plan.batch_sizes, plan, unequal=unequal)
@@ -182,7 +152,7 @@ def write_and_draw_turn(buffer: Buffer, steps: Iterator, batch_size: int) -> Tur
 
 def cold(plan: Plan) -> Iterator[Result]:
     """Seconds to import, and to a first batch, in a new installation and in a later process."""
-    rounds = progress(range(max(plan.effort.rounds // 3, 1)), "cold")
+    rounds = range(max(plan.effort.rounds // 3, 1))
     measured: dict[Contestant, list[float]] = {}
     for _ in rounds:
         for contestant, microseconds in measure_cold_start(plan.device).items():
@@ -192,7 +162,7 @@ def cold(plan: Plan) -> Iterator[Result]:
 
 def sequences(plan: Plan) -> Iterator[Result]:
     """32 stretches of 16 steps, one write before each draw."""
-    for rows in progress(plan.sizes, "sequences"):
+    for rows in plan.sizes:
         contest = contest_of(who(plan, "sequences"), rows, plan)
         yield from drawn("sequences", contest, [32 * SEQUENCE_STEPS], plan)
         del contest
@@ -202,7 +172,7 @@ def pixels(plan: Plan) -> Iterator[Result]:
     """Batches of 256 stacked frames, as they are stored and folded over three steps."""
     rows = min(PIXEL_ROWS, plan.most_rows)
     columns = pixel_columns(rows + 100)
-    for work in progress(("pixels", "pixels_n_step"), "pixels"):
+    for work in ("pixels", "pixels_n_step"):
         contestants = who(plan, work, own=("pixels", work))
         contest = contest_of(contestants, rows, plan, columns=columns)
         yield from drawn(work, contest, [256], plan, unequal=False)
@@ -211,7 +181,7 @@ def pixels(plan: Plan) -> Iterator[Result]:
 
 def stored_once(plan: Plan) -> Iterator[Result]:
     """Batches of flat observations and of stacked frames, stored once as well as a library can."""
-    for work in progress(tuple(ONCE_ROWS), "stored_once"):
+    for work in tuple(ONCE_ROWS):
         rows = min(ONCE_ROWS[work], plan.most_rows) // EPISODE_LENGTH * EPISODE_LENGTH
         # What is written between draws begins an episode, and ends one.
         size = rows + 2 * EPISODE_LENGTH
@@ -229,7 +199,7 @@ def stored_once(plan: Plan) -> Iterator[Result]:
 
 def writing(plan: Plan) -> Iterator[Result]:
     """Steps of a loop, and writes of several rows at once, over the oldest ones of a full storage."""
-    for work in progress(tuple(WRITES), "writing"):
+    for work in tuple(WRITES):
         yield from written(work, plan)
 
 
@@ -261,7 +231,7 @@ def write_turn(buffer: Buffer, prepared: Iterator) -> Turn:
 def mapped(plan: Plan) -> Iterator[Result]:
     """Rows in a directory next to rows in memory."""
     recorded = {"uniform": "record", "her": "record_her"}
-    for work in progress(tuple(recorded), "mapped"):
+    for work in tuple(recorded):
         contest = contest_of([], plan.most_rows, plan)
         with tempfile.TemporaryDirectory() as directory:
             contest.add(("ours", recorded[work]), ("ours", work))

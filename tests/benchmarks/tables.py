@@ -152,7 +152,7 @@ def beside(ours: Result, results: Iterable[Result], peer: str) -> Result | None:
 
 
 def format_loop(report: Report) -> Iterator[str]:
-    """Gives draws between the updates of a network and alone, and what a loop loses by them."""
+    """Gives draws between the updates of a network, and alone."""
     results = [r for r in report.results if r.section in IN_LOOPS and r.threads == 1]
     if not results:
         return
@@ -164,25 +164,7 @@ def format_loop(report: Report) -> Iterator[str]:
                 title = title_of(work) if section == "loop" else ""
                 rows.append(([title, where], ours))
     yield from table([f"draw {one.batch_size:,} from {one.rows:,} rows", ""], rows, results)
-    yield from format_prefetch(report)
     yield ""
-
-
-def format_prefetch(report: Report) -> Iterator[str]:
-    """Says what is lost where batches are drawn ahead, of a loop that need not draw any."""
-    results = [r for r in report.results if r.section == "prefetch" and r.threads == 1]
-    lost, milliseconds = [], 0.0
-    for ours in results:
-        free = pick(results, work=ours.work, peer="free")
-        if ours.peer == "ours" and free is not None:
-            lost.append(f"{100 * (ratio(ours, free) - 1):+.0f} % ({WORKS[ours.work]})")
-            milliseconds = free.median / 1000
-    if lost:
-        yield ""
-        yield (
-            f"With `prefetch=1` a loop of {milliseconds:.1f} ms a step takes longer than one that is "
-            f"given its batches by {', '.join(lost)}."
-        )
 
 
 def format_samples(report: Report) -> Iterator[str]:

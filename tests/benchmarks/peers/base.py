@@ -21,13 +21,10 @@ class Buffer(ABC):
     Attributes:
         device: where its batches arrive, as torch names it. Those of `ON_CUDA` heed it.
         directory: where the rows are; None is in memory. Only recipes of this package heed it.
-        drawn_ahead: size of batches of which one is always drawn ahead; None draws them when they are
-            asked for. Only this package's adapter heeds it.
     """
 
     device: str = "cpu"
     directory: Path | None = None
-    drawn_ahead: int | None = None
 
     @abstractmethod
     def __init__(self, columns: Columns, capacity: int): ...

@@ -73,8 +73,6 @@ class Uniform(Buffer):
 
     def put_together(self, capacity: int, **parts: Any) -> ReplayStorage:
         rows = PackedStorage(capacity, device=self.device)
-        if self.drawn_ahead is not None:
-            parts |= {"prefetch": 1, "batch_size": self.drawn_ahead}
         return ReplayStorage(storage=rows, **parts)
 
     def make(self, capacity: int) -> ReplayStorage:
@@ -89,15 +87,7 @@ class Uniform(Buffer):
             self.buffer.add(step)
 
     def sample(self, batch_size: int) -> TensorDictBase:
-        batch = self.draw(batch_size)
-        self.judge(batch)
-        return batch
-
-    def draw(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size)
-
-    def judge(self, batch: TensorDictBase) -> None:
-        """Tells what a loss says of a batch, where priorities want to know."""
 
     @staticmethod
     def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
@@ -138,9 +128,11 @@ class Prioritized(Uniform):
             sampler=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA),
         )
 
-    def judge(self, batch: TensorDictBase) -> None:
+    def sample(self, batch_size: int) -> TensorDictBase:
+        batch = self.buffer.sample(batch_size)
         batch.set("td_error", torch.linspace(0.1, 1, len(batch), device=self.device))
         self.buffer.update_tensordict_priority(batch)
+        return batch
 
 
 class HindsightNStep(Uniform):
@@ -172,7 +164,7 @@ class Sequences(Uniform):
     def make(self, capacity: int) -> ReplayStorage:
         return self.put_together(capacity, sample_unit=EpisodeSequence(SEQUENCE_STEPS))
 
-    def draw(self, batch_size: int) -> TensorDictBase:
+    def sample(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size // SEQUENCE_STEPS)
 
 
