@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict
-from torchrl.data import Storage
+from torchrl.data import Storage, TensorStorage
 
 from trl_storages import arguments, keys
 from trl_storages.callers import warn_caller
@@ -35,7 +35,7 @@ _FLAGS = ("done", "terminated", "truncated")
 HOSTS = ("cpu",)
 
 
-class PackedStorage(Storage):  # type: ignore[misc]
+class PackedStorage(TensorStorage):  # type: ignore[misc]
     """Keeps each observation once, as part of its lane's stream: in memory, in a directory or on a GPU.
 
     An `EpisodeWriter` writes the rows. The first write fixes their layout, or `fields` does.
@@ -65,6 +65,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
     PackedStorage(0 of 1,000 rows, cpu)
     """
 
+    supports_conditional_update = False
+
     def __init__(
         self,
         max_size: int | None,
@@ -92,7 +94,8 @@ class PackedStorage(Storage):  # type: ignore[misc]
             num_envs = found.num_envs if num_envs is None else num_envs
             max_entries = found.max_entries if max_entries is None else max_entries
         num_envs = 1 if num_envs is None else num_envs
-        super().__init__(max_size)
+        # TorchRL's tensors have no part in it, but that its buffers know how to collate what it returns.
+        Storage.__init__(self, max_size)
         #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
         self.is_replayed = False
         self._given_size: Any = max_size
@@ -460,13 +463,13 @@ class PackedStorage(Storage):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
-        state = {**super().__getstate__(), "saved": self.state()}
+        state = {**Storage.__getstate__(self), "saved": self.state()}
         own = ("episodes", "rows", "layout", "_raw")
         return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:
         saved = state.pop("saved")
-        super().__setstate__(state)
+        Storage.__setstate__(self, state)
         self.episodes, self.rows, self.layout, self._raw = self._new_index(1), None, None, None
         self.parsed(saved)()
 
@@ -504,6 +507,20 @@ class PackedStorage(Storage):  # type: ignore[misc]
         raise RuntimeError(
             "rows are not set by slot: pass writer=EpisodeWriter(num_envs), and extend."
         )
+
+    def contains(self, item: Any) -> torch.Tensor:
+        """Returns whether slots hold rows, a bool of their shape."""
+        slots = torch.as_tensor(item, dtype=torch.int64, device="cpu")
+        return torch.isin(slots, self.episodes.live_slots())
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[max_size]`."""
+        return torch.Size([self.max_size])
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        noise = torch.empty(batch_size, dtype=torch.int64).random_(generator=self._rng)
+        return self.episodes.draw(noise)
 
     def __len__(self) -> int:
         return len(self.episodes)

@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDictBase
 from trl_storages import keys
 from trl_storages.samplers import REDUCTIONS
 
-__all__ = ["drawn_priorities"]
+__all__ = ["drawn_priorities", "one_each"]
 
 
 def drawn_priorities(
@@ -69,8 +69,8 @@ def drawn_priorities(
             f"{list(rows)}: give it back as sampled, or batch.reshape(-1, sample_unit.num_steps)."
         )
     num_sequences, given = rows.numel() // num_steps, priority.shape
-    is_one_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
-    if not is_one_each and given != rows:
+    isone_each = anchor is not None and given in ((num_sequences,), (num_sequences, 1))
+    if not isone_each and given != rows:
         for shape in {rows, torch.Size([rows.numel()])}:
             _check_not_broadcast(priority, shape, name)
     priority = priority.detach().flatten()
@@ -79,7 +79,7 @@ def drawn_priorities(
     else:
         slots = anchor.reshape(-1, num_steps)[:, 0]
         stamp = None if stamp is None else stamp.reshape(-1, num_steps)[:, 0]
-    if is_one_each:
+    if isone_each:
         return slots, priority, stamp
     fitting = (rows, (rows.numel(),), (num_sequences, num_steps))
     if all(given[: len(shape)] != shape for shape in fitting):
@@ -92,7 +92,7 @@ def drawn_priorities(
             f"{name} must have {of_sequences}one value a row, shape {list(rows)}, got {list(given)}. "
             "Nothing was updated."
         )
-    priority = _one_each(priority, rows.numel(), reduction)
+    priority = one_each(priority, rows.numel(), reduction)
     if anchor is None:
         return slots, priority, stamp
     valid, learning = saying
@@ -100,7 +100,7 @@ def drawn_priorities(
     return slots, torch.where(learnt, priority, 0).reshape(-1, num_steps).amax(1), stamp
 
 
-def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
+def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
     """Reduces the values of each row to one, `[B]`."""
     if priority.numel() == num_rows:
         return priority

@@ -6,14 +6,20 @@ from typing import Any
 
 from trl_storages.attributes import Checked
 
-__all__ = ["PARAMETERS", "Forwarded"]
+__all__ = ["PARAMETERS", "Parameter"]
 
-#: The names of all parameters.
+#: Their names.
 PARAMETERS: set[str] = set()
 
 
-class Forwarded:
-    """An attribute of a storage that its sampler and transforms have; setting it sets all of them."""
+class Parameter:
+    """An attribute of a storage that its samplers and transforms have; setting it sets all of them.
+
+    It counts from the next batch on that is drawn.
+    """
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -31,7 +37,7 @@ class Forwarded:
                 setattr(part, self._name, value)
 
     def _holders(self, storage: Any) -> list[Any]:
-        found = [part for part in storage.parts() if isinstance(_of(part, self._name), Checked)]
+        found = [part for part in storage.parts() if self._name in _names(part)]
         if not found:
             raise AttributeError(
                 f"no part of this storage has {self._name!r}: make it with {self._name}=, or with a "
@@ -40,5 +46,7 @@ class Forwarded:
         return found
 
 
-def _of(part: Any, name: str) -> Any:
-    return getattr(type(part), name, None)
+def _names(part: Any) -> set[str]:
+    """Returns the parameters of a part."""
+    kinds = type(part).__mro__
+    return {name for kind in kinds for name, it in vars(kind).items() if isinstance(it, Checked)}

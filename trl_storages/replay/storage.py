@@ -1,38 +1,46 @@
-"""A replay buffer over streams of observations: rows are recorded or extended, drawn, transformed."""
+"""A replay buffer over streams of observations: rows are recorded or extended, drawn, transformed.
+
+Letters: B batch, E lanes (environments), L of them that are written, T steps, N rows.
+"""
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.replay_buffers import ReplayBuffer
-from torchrl.data.replay_buffers.sample_units import SampleUnit
-from torchrl.envs.transforms import Transform
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
+from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.attributes import Strict
 from trl_storages.index.naming import Lanes, named_lanes
-from trl_storages.packed.row_view import RowView
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
-from trl_storages.replay.batch_priorities import drawn_priorities
+from trl_storages.replay.ahead import Ahead
+from trl_storages.replay.batch_priorities import drawn_priorities, one_each
 from trl_storages.replay.explain import Explanation, explain
+from trl_storages.replay.flow import Flow
+from trl_storages.replay.inherited import Refusing
 from trl_storages.replay.loader import make_loader
-from trl_storages.replay.parameters import Forwarded
+from trl_storages.replay.parameters import Parameter
 from trl_storages.replay.progress import progress_of, resume
 from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.replay.state import parsed, parsed_rest, rest_of, state_of
 from trl_storages.replay.undisturbed import undisturbed
 from trl_storages.samplers import (
+    EpisodeSequence,
     HERSampler,
-    OwnSampler,
     PERSampler,
     UniformSampler,
     checked_priorities,
@@ -40,9 +48,10 @@ from trl_storages.samplers import (
     own_sampler,
 )
 from trl_storages.states import State
+from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
-from trl_storages.transforms import ReplayTransform, parts_of
+from trl_storages.transforms import parts_of
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
@@ -52,30 +61,74 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayStorage"]
 
+# Seconds between two looks of a draw that waits for rows.
+_PAUSE = 0.005
 
-class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
-    """Draws rows of a `PackedStorage` through its sampler and transforms.
+
+class ReplayStorage(
+    Refusing,
+    Strict,
+    TensorDictReplayBuffer,  # type: ignore[misc]
+):
+    """A `TensorDictReplayBuffer` over lanes of episodes, whose transforms see the rows that are drawn.
+
+    TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
+    never reaches the transform that must write it. Here each `ReplayTransform` reads them, and further
+    rows of the storage, and everything runs under the storage's locks, on one consistent state.
 
     Args:
         storage: holds the rows.
-        sampler: which of them are drawn; None draws uniformly.
+        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
+            `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
+            one of your own must return slots of live rows.
         writer: which lanes there are, and how rows are written there; None writes to those of the
             storage.
-        transform: what is made of rows that are drawn.
-        batch_size: B.
-        sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None leaves it.
+        transform: applied to each batch; TorchRL's, but `MultiStepTransform`, or functions of a batch.
+        sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
+        batch_size: B; None requires it with each `sample`.
         recorder: how `record` reads a step; None takes the fields from the first step.
-        generator: of the draws, on the CPU.
-        **options: of TorchRL's `TensorDictReplayBuffer`: prefetch, priority_key, ...
+        prefetch: number of batches to draw ahead in a background thread.
+        generator: of the draws, on the CPU; None uses torch's default one.
+        priority_key: entry of written steps, and of batches, that holds their priorities.
+        pin_memory: whether batches are in pinned memory.
+        shared: whether to `share()` at once.
+        transport: how a storage in an actor is reached; see `TensorDictReplayBuffer`.
+        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend_options: `remote_config` and `ray_init_config` of that actor.
+
+    Raises:
+        TypeError: a part is TorchRL's own and knows no episodes; the message names the one to use.
+        ValueError: the writer does not fit the storage, or the sampler has no room for its rows.
+
+    >>> from tensordict import TensorDict
+    >>> from trl_storages import NStep, PackedStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
+    >>> outcome = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    >>> steps = {"observation": torch.rand(4, 2), "next": {**outcome, "terminated": outcome["done"]}}
+    >>> storage.extend(TensorDict(steps, [4])).tolist()
+    [0, 1, 2, 3]
+    >>> storage.sample()["next", "reward"].shape
+    torch.Size([3, 1])
     """
 
-    # What TorchRL's constructor sets.
-    shared, priority_key = False, "td_error"
+    # What the constructor of TorchRL's buffers sets, as its other methods read it.
+    shared, priority_key, dim_extend = False, "td_error", 0
+    _initialized, _delayed_init, _service_shutdown = True, False, False
+    _write_lock: AbstractContextManager[Any] = nullcontext()
 
-    n_step, discount = Forwarded(), Forwarded()
-    alpha, beta, normalize, eps = Forwarded(), Forwarded(), Forwarded(), Forwarded()
-    eta, c_min = Forwarded(), Forwarded()
-    num_goals, strategy = Forwarded(), Forwarded()
+    n_step = Parameter("n of the n-step returns, of `NStep`.")
+    discount = Parameter(
+        "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "
+        "differ, that of the returns is read, and both are set."
+    )
+    alpha = Parameter("How strongly priorities count, of `PERSampler`.")
+    beta = Parameter("How far importance weights correct for priorities, of `PERSampler`.")
+    normalize = Parameter("Whose largest weight is 1, of `PERSampler`.")
+    eps = Parameter("What is added to priorities, of `PERSampler`.")
+    eta = Parameter("Recency strength, of `ERESampler`.")
+    c_min = Parameter("The smallest window of recent rows, of `ERESampler`.")
+    num_goals = Parameter("Relabelled transitions for each one as stored, of `HERSampler`.")
+    strategy = Parameter("Where goals come from, of `HERSampler`.")
 
     def __init__(
         self,
@@ -83,37 +136,61 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         storage: PackedStorage,
         sampler: Any = None,
         writer: EpisodeWriter | None = None,
-        transform: Transform | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        sample_unit: EpisodeSequence | None = None,
         batch_size: int | None = None,
-        sample_unit: Any = None,
         recorder: Recorder | None = None,
+        prefetch: int | None = None,
         generator: torch.Generator | None = None,
-        **options: Any,
+        priority_key: NestedKey = "td_error",
+        pin_memory: bool = False,
+        shared: bool = False,
+        transport: str | None = None,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
+        # TorchRL's metaclass has seen to them.
+        del service_backend, service_backend_options
+        arguments.optional(arguments.choice, "transport", transport, ("auto", "direct"))
+        for part in (storage, writer, sample_unit):
+            refuse_stock(part)
         arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        arguments.optional(arguments.instance, "writer", writer, EpisodeWriter)
+        arguments.optional(arguments.instance, "recorder", recorder, Recorder)
+        arguments.optional(arguments.instance, "sample_unit", sample_unit, EpisodeSequence)
         arguments.optional(arguments.function, "transform", transform, "of a batch")
-        arguments.optional(arguments.instance, "sample_unit", sample_unit, SampleUnit)
+        self._replay_lock = threading.RLock()
         writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
-        super().__init__(
-            storage=storage,
-            sampler=UniformSampler() if sampler is None else own_sampler(sampler),
-            writer=writer,
-            transform=transform,
-            batch_size=batch_size,
-            collate_fn=_as_it_is,
-            generator=generator,
-            **options,
-        )
-        storage.is_replayed = True
-        self._unit = sample_unit
+        writer.register_storage(storage)
+        self._storage, self._writer = storage, writer
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
-        self._prefetch_in_order()
-        self._warned_batch_size_conflict = True
+        self._batch_size = arguments.optional(
+            arguments.integer, "batch_size", batch_size, at_least=1
+        )
+        self.priority_key = arguments.key("priority_key", priority_key)
+        self._pin_memory = arguments.flag("pin_memory", pin_memory)
+        self._unit: EpisodeSequence | None = sample_unit
+        self._flow: Flow | None = None
+        self._rng = arguments.generator("generator", generator)
+        self._sampler = own_sampler(UniformSampler() if sampler is None else sampler)
+        arguments.instance("sampler", self._sampler, Sampler, what="a sampler")
+        self._transform = transform if isinstance(transform, Compose) else Compose()
+        _check_transform(self._transform.eval())
+        if not isinstance(transform, Compose | None):
+            self.append_transform(transform)
+        prefetch = arguments.optional(arguments.integer, "prefetch", prefetch)
+        if prefetch and batch_size is None:
+            raise ValueError("batch_size must be given with prefetch, got None.")
+        self._ahead = Ahead(self._draw_ahead, prefetch or 0)
+        self._is_epoch_over = False
+        storage.is_replayed = True
         # A directory is made when all else has been checked.
         storage.prepare()
         resume(self)
-        if (prioritized := self._prioritized) is not None:
-            prioritized.priorities_of(storage)
+        self._attach(self._sampler)
+        self.set_rng(generator)
+        if arguments.flag("shared", shared):
+            self.share()
 
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
@@ -157,27 +234,44 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             raise
         return opened
 
-    def _prefetch_in_order(self) -> None:
-        if self._prefetch:
-            # In one thread: more would reorder the draws.
-            self._prefetch_executor = ThreadPoolExecutor(max_workers=1)
-
     # What there is
+
+    if TYPE_CHECKING:
+        # Typed Any, as users read and set attributes of many kinds of parts.
+        @property
+        def storage(self) -> Any:
+            """Holds the rows."""
+
+        @property
+        def sampler(self) -> Any:
+            """Draws the rows."""
+
+        @property
+        def writer(self) -> Any:
+            """Writes the rows."""
+
+        def client(self) -> Any:
+            """Returns the storage, or a handle of the process that it is in."""
 
     @property
     def episodes(self) -> Any:
-        """Which rows there are."""
+        """Which rows there are, and in which episodes: an `EpisodeIndex`."""
         return self._storage.episodes
 
     @property
-    def sample_unit(self) -> Any:
+    def sample_unit(self) -> EpisodeSequence | None:
         """Expands drawn rows, such as `EpisodeSequence`; None draws single rows."""
         return self._unit
 
     @property
     def is_full(self) -> bool:
         """Whether every slot holds a row, so that the next write evicts the oldest."""
-        return self.episodes.is_full
+        return bool(self.episodes.is_full)
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written, including overwritten ones."""
+        return int(self._writer.write_count)
 
     def parts(self) -> list[Any]:
         """Returns the samplers and the transforms."""
@@ -189,8 +283,6 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         return layer if isinstance(layer, PERSampler) else None
 
     def __len__(self) -> int:
-        if "_storage" not in self.__dict__:
-            return 0
         self._storage.look()
         return len(self.episodes)
 
@@ -198,6 +290,23 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
         arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return len(self) > 0
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Returns numbers to monitor: size, capacity, utilization, write_count, prefetch_queue_size."""
+        size, capacity = len(self), self._storage.max_size
+        return {
+            "size": size,
+            "write_count": self.write_count,
+            "prefetch_queue_size": len(self._ahead),
+            "initialized": True,
+            "capacity": capacity,
+            "utilization": size / capacity,
+        }
+
+    def __repr__(self) -> str:
+        parts = [self._storage, self._sampler, self._writer, *parts_of(self._transform)]
+        lines = "".join(f"\n    {part}," for part in parts)
+        return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
 
     # Writing
 
@@ -224,21 +333,20 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             ValueError, KeyError, TypeError: the steps do not fit, or a priority is negative or not
                 finite. Nothing is written then.
         """
+        arguments.optional(arguments.flag, "update_priority", update_priority)
         data = self._inverse(arguments.steps("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
-        priority = None
-        if update_priority is not False and self._prioritized is not None:
+        sampler, priority = self._prioritized, None
+        if sampler is not None and update_priority is not False:
             priority = data.get(self.priority_key, None)
-        if priority is not None:
+        if sampler is not None and priority is not None:
             size = data.numel()
-            if priority.numel() != size:
-                priority = priority.reshape(size, -1).amax(1)
-            priority = checked_priorities(priority, size)
+            priority = checked_priorities(one_each(priority, size, sampler.reduction), size)
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
-            if priority is not None:
-                self.update_priority(slots, priority)
+            if sampler is not None and priority is not None:
+                sampler.set_priorities(self._storage, slots, priority)
         return slots
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
@@ -247,10 +355,12 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         Returns:
             int64 slots of the batch size of `data`.
         """
-        if arguments.steps("data", data).ndim or self._writer.num_envs > 1:
-            with self._replay_lock, self._write_lock:
-                return self._writer.add(self._inverse(data))
-        return self.extend(data.unsqueeze(0))[0]
+        if arguments.steps("data", data).ndim:
+            return self.extend(data)
+        if self._writer.num_envs > 1:
+            return self._writer.add(data)
+        slots = self.extend(data.unsqueeze(0))
+        return slots[0] if len(slots) else slots
 
     def record(
         self,
@@ -276,42 +386,38 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 `autoreset_mode` says where the final one is found.
 
         Returns:
-            int64 slots of the written rows; None if every lane was only being reset.
+            int64 slots of the written rows; None if every lane was only being reset, or if a transform
+            withheld the rows.
 
         Raises:
             ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
         """
         step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
-            read = self._recorder.read(step, self._storage)
-            slots = None
+            read, slots = self._recorder.read(step, self._storage), None
             if read is not None:
-                slots = self._writer.append(*read) if not self._has_inverse else self._put(*read)
+                changes = self._current_flow().others
+                slots = self._put(*read) if changes else self._writer.append(*read)
             self._recorder.remember()
         return slots
 
     def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
         """Writes a recorded step through the inverse of the transforms."""
-        rows = layout.tensordict(torch.from_numpy(block.words.copy()))
-        rows = self._inverse(rows)
-        if rows is None:
-            return None
-        return self._writer.extend(rows, lanes=block.which)
-
-    @property
-    def _has_inverse(self) -> bool:
-        for part in parts_of(self._transform):  # noqa: SIM110
-            if not isinstance(part, ReplayTransform):
-                return True
-        return False
+        rows = self._inverse(layout.tensordict(torch.from_numpy(block.words.copy())))
+        return None if rows is None else self._writer.extend(rows, lanes=block.which.tolist())
 
     def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
-        return self._transform.inv(data) if self._has_inverse else data
+        """Applies the inverse of the transforms; None if one withholds the rows."""
+        if not self._current_flow().others:
+            return data
+        with dispatch_td_nn_modules(True):
+            return self._transform.inv(data)
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next rows begin new ones.
 
-        For loops that reset their environments before an episode ends.
+        For loops that reset their environments before an episode ends. An environment that gymnasium
+        resets in its next step has ended already: cut then, that step would be stored as a row.
 
         Args:
             lanes: numbers, or a mask `[E]`; None is all.
@@ -334,15 +440,41 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
         Args:
             empty_write_count: whether to reset the write counter.
-            keep_steps: how many of the last steps of each lane stay.
+            keep_steps: how many of the last steps of each lane stay; their priorities are reset.
+
+        Raises:
+            ValueError: `keep_steps` is negative.
         """
+        empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
-        with self._futures_lock:
-            self._clear_prefetch_queue_locked()
-            with self._replay_lock, self._write_lock:
-                self._storage.empty(keep_steps)
-                self._writer._empty(empty_write_count)
-                self._sampler._empty()
+        with self._ahead.paused(), self._replay_lock, self._write_lock:
+            self._ahead.drop()
+            self._storage.empty(keep_steps)
+            self._writer._empty(empty_write_count)
+            self._sampler._empty()
+
+    def share(self, shared: bool = True) -> Self:
+        """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
+
+        Rows, episodes and counters move to memory that forked processes share. One process draws.
+
+        Returns:
+            itself.
+
+        Raises:
+            RuntimeError: the rows are on a GPU or in a directory.
+            ValueError: `prefetch` is set.
+        """
+        if arguments.flag("shared", shared) and not self.shared:
+            if self._ahead.number:
+                raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
+            with self._replay_lock:
+                self._storage.share()
+                self._writer.share()
+                # Methods that hold it call others that take it.
+                self._write_lock = multiprocessing.RLock()
+                self.shared = True
+        return self
 
     # Rows as they were stored
 
@@ -359,49 +491,29 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         with self._replay_lock, self._write_lock:
             return history.read(self._storage, index)
 
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        """Raises: rows are not overwritten in place."""
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Raises a RuntimeError: rows are not overwritten in place."""
         raise RuntimeError("rows are not overwritten in place: write others, or rewrite() a value.")
-
-    set_ = set_at_ = update_ = __setitem__
-
-    def register_save_hook(self, hook: Any) -> NoReturn:
-        """Raises: a storage is saved as it is."""
-        raise RuntimeError("a ReplayStorage has no hooks of saving and loading.")
-
-    register_load_hook = register_save_hook
-
-    def sample_episodes(self, n: int) -> TensorDictBase:
-        """Draws whole episodes uniformly: finished ones, no row of which was evicted.
-
-        Returns:
-            TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
-            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except
-            `ReplayTransform`s.
-
-        Raises:
-            ValueError: `n` is below 1.
-            RuntimeError: no finished episode is stored whole.
-        """
-        n = arguments.integer("n", n, at_least=1)
-        with self._replay_lock, self._write_lock:
-            return self._with_transforms(history.draw_episodes(self._storage, n, self._rng))
-
-    def _with_transforms(self, batch: TensorDictBase) -> TensorDictBase:
-        """Applies all transforms but those that read further rows."""
-        for part in parts_of(self._transform):
-            if not isinstance(part, ReplayTransform):
-                batch = part(batch)
-        return batch
 
     # Drawing
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, **_: Any) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+    ) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
+            wait: whether to wait until rows are there.
+            timeout: for how many seconds at most; None waits for ever.
+            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -409,20 +521,67 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
         Raises:
             ValueError: `batch_size` is below 1.
-            RuntimeError: the storage is empty, no batch size is known, or a `HERSampler` draws goals that
-                no transform writes.
+            RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
+                draws goals that no transform writes.
+            TimeoutError: no rows came in time.
         """
+        size = self._batch_size
         if batch_size is not None:
-            batch_size = arguments.integer("batch_size", batch_size, at_least=1)
-        if self._prefetch and batch_size in (None, self._batch_size):
-            return ReplayBuffer.sample(self, batch_size, return_info)
-        if batch_size is None and (batch_size := self._batch_size) is None:
+            size = arguments.integer("batch_size", batch_size, at_least=1)
+        if size is None or self._service_shutdown:
             raise RuntimeError(
-                "batch_size must be named here or where the storage is made, got none."
+                "a storage that is shut down draws nothing."
+                if self._service_shutdown
+                else "batch_size must be given to the storage, or to each sample."
             )
-        with self._replay_lock, self._write_lock:
-            batch, info = self._sample(batch_size)
+        if wait and not self.wait_until_sampleable(
+            size, timeout=timeout, cancel_event=cancel_event
+        ):
+            raise TimeoutError(f"no batch of {size} could be drawn within {timeout} seconds.")
+        if self._ahead.number and size == self._batch_size:
+            batch, info, self._is_epoch_over = self._ahead.take()
+        else:
+            if self._ahead.number:  # so that a seed draws the same
+                self.synchronize()
+            with self._replay_lock, self._write_lock:
+                batch, info = self._sample(size)
+        if self._pin_memory:
+            batch = batch.pin_memory()
         return (batch, info) if return_info else batch
+
+    def wait_until_sampleable(
+        self,
+        batch_size: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+    ) -> bool:
+        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
+        start = time.monotonic()
+        while not self.can_sample(batch_size):
+            if timeout is not None and time.monotonic() - start >= timeout:
+                return False
+            if cancel_event is not None and cancel_event.is_set():
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
+        flow = self._current_flow()
+        draw = partial(flow.draw, self._storage, batch_size)
+        return undisturbed(self._storage, draw, flow.num_steps)
+
+    def _current_flow(self) -> Flow:
+        flow = self._flow
+        # Transforms may be appended to the `Compose`, too.
+        if flow is None or flow.num_transforms != len(self._transform):
+            flow = self._flow = Flow(self._sampler, self._unit, self._transform)
+        return flow
+
+    def _draw_ahead(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
+        with self._replay_lock, self._write_lock:
+            batch, info = self._sample(self._batch_size)  # type: ignore[arg-type]
+            return batch, info, self._sampler.ran_out
 
     def sample_share(self, batch_size: int) -> TensorDictBase:
         """Draws a part of a larger batch: not drawn ahead, its importance weights not normalised."""
@@ -436,39 +595,28 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             finally:
                 sampler.normalize = normalize
 
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        unit = 1 if self._unit is None else self._unit.num_steps
-        return undisturbed(self._storage, partial(self._draw, batch_size), unit)
+    def sample_episodes(self, n: int) -> TensorDictBase:
+        """Draws whole episodes uniformly: finished ones, no row of which was evicted.
 
-    def _draw(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any], list[torch.Tensor]]:
-        storage, parts = self._storage, parts_of(self._transform)
-        self._check_goals(parts)
-        slots, info = self._sampler.sample(storage, batch_size)
-        if not isinstance(self._sampler, OwnSampler):
-            storage.episodes.check_live(slots)
-        if self._unit is not None:
-            slots, info = self._unit.expand(slots, info, storage)
-        info[keys.INDEX] = slots
-        rows = RowView(storage, slots, info)
-        for part in parts:
-            if isinstance(part, ReplayTransform):
-                part.prepare(rows)
-        for part in parts:
-            if isinstance(part, ReplayTransform):
-                part.replay(rows)
-            else:
-                rows.transform(part)
-        return rows.tensordict(), info, rows.read
+        Returns:
+            TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
+            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except
+            `ReplayTransform`s. `returns_to_go` computes their returns.
 
-    def _check_goals(self, parts: list[Transform]) -> None:
-        for layer in layers_of(self._sampler):
-            if isinstance(layer, HERSampler) and not any(
-                getattr(part, "uses_goals", False) for part in parts
-            ):
-                raise RuntimeError(
-                    "HERSampler draws goals that a transform must write: pass "
-                    "transform=GoalRelabel(reward_fn)."
-                )
+        Raises:
+            ValueError: `n` is below 1.
+            RuntimeError: no finished episode is stored whole.
+        """
+        n = arguments.integer("n", n, at_least=1)
+        with self._replay_lock, self._write_lock:
+            return self._with_transforms(history.draw_episodes(self._storage, n, self._rng))
+
+    def _with_transforms(self, batch: TensorDictBase) -> TensorDictBase:
+        """Applies all transforms but those that read further rows."""
+        with dispatch_td_nn_modules(True):
+            for part in self._current_flow().others:
+                batch = part(batch)
+        return batch
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
@@ -512,17 +660,81 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
                 self, num_workers, batch_size, fetch_every, pin_memory, seed, options
             )
 
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Draws batches, to the end of an epoch if the sampler draws in epochs."""
+        if self._batch_size is None:
+            raise RuntimeError("batch_size must be given to the storage to iterate over it.")
+        while True:
+            yield self.sample()
+            if self._is_epoch_over if self._ahead.number else self._sampler.ran_out:
+                return
+
+    def synchronize(self) -> None:
+        """Waits for the batches that are being drawn ahead."""
+        with self._ahead.paused():
+            pass
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the thread that draws ahead; nothing is drawn afterwards."""
+        self._service_shutdown = True
+        self._ahead.close()
+
+    # Parts
+
     def set_sampler(self, sampler: Any) -> Any:
-        """Replaces the sampler; the new one uses this storage's generator. Returns the old one."""
+        """Replaces the sampler; the new one uses this storage's generator. Returns the old one.
+
+        Raises:
+            TypeError: it is a sampler of TorchRL's that knows no lanes. Nothing is changed then.
+            ValueError: it holds priorities of another storage, or fewer than there are slots. Nothing is
+                changed then.
+        """
         sampler = own_sampler(sampler)
-        previous = super().set_sampler(sampler)
-        sampler._rng = self._rng
+        arguments.instance("sampler", sampler, Sampler, what="a sampler")
+        with self._replay_lock, self._write_lock:
+            self._attach(sampler)
+            previous, self._sampler, self._flow = self._sampler, sampler, None
+            sampler._rng = self._rng
         return previous
 
-    # Priorities
+    def _attach(self, sampler: Any) -> None:
+        """Raises a ValueError if a sampler by priority has no room for the rows."""
+        layer = layers_of(sampler)[-1]
+        if isinstance(layer, PERSampler):
+            layer.priorities_of(self._storage)
 
-    def _initialize_prioritized_sampler(self) -> None:
-        pass  # samplers catch up with the rows when they draw
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draws with another generator from now on; None is torch's default one."""
+        self._rng = arguments.generator("generator", generator)
+        self._storage._rng = self._writer._rng = self._sampler._rng = self._rng
+
+    def append_transform(
+        self, transform: Transform | Callable[..., Any], *, invert: bool = False
+    ) -> Self:
+        """Appends a transform; returns the storage.
+
+        Args:
+            transform: a TorchRL transform, or a function of a batch. Its inverse, if any, is applied to
+                what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
+            invert: whether to swap the directions: forward on writes, inverse on samples.
+        """
+        _check_transform(arguments.function("transform", transform, "of a batch"))
+        # A batch that is drawn meanwhile must not see the transforms half changed.
+        with self._replay_lock:
+            super().append_transform(transform, invert=arguments.flag("invert", invert))
+            self._flow = None
+        return self
+
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
+        """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
+        index = arguments.integer("index", index, at_most=len(self._transform))
+        _check_transform(arguments.instance("transform", transform, Transform))
+        with self._replay_lock:
+            super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
+            self._flow = None
+        return self
+
+    # Priorities
 
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
@@ -533,12 +745,20 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         priority or, with one per row, the largest over its valid learning steps. A no-op if the sampler
         does not use priorities, so training loops can call it unconditionally.
 
+        Args:
+            data: a sampled batch, possibly reshaped to sequences by `batch.reshape(-1, num_steps)`; its
+                priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced by the sampler's `reduction`.
+            priority: the priorities, if not an entry of the batch: one per row, shape `[B]`, or `[n, S]`
+                for n sequences of S rows; or one per sequence, `[n]`, as from `sequence_priority`.
+
         Raises:
             KeyError: the batch was drawn by priority but holds none, or lacks its `index`.
             ValueError: a priority is negative or not finite, or the shape does not fit. Nothing is
                 changed then.
         """
         arguments.steps("data", data)
+        if priority is not None:
+            priority = arguments.values("priority", priority)
         if (sampler := self._prioritized) is None:
             return
         num_steps = 1 if self._unit is None else self._unit.num_steps
@@ -551,6 +771,9 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
         """Sets the priorities of rows by their slots, such as those that `extend` returned.
+
+        For a sampled batch call `update_tensordict_priority`, which skips rows overwritten since the draw
+        and knows sequences.
 
         Raises:
             ValueError: a priority is negative or not finite. Nothing is changed then.
@@ -566,10 +789,8 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
         Batches that were drawn ahead are not part of it.
         """
-        with self._futures_lock:
-            self.synchronize()
-            with self._replay_lock, self._write_lock:
-                return copy.deepcopy(state_of(self))
+        with self._ahead.paused(), self._replay_lock, self._write_lock:
+            return copy.deepcopy(state_of(self))
 
     def load_state_dict(self, state_dict: State) -> None:
         """Goes on from what `state_dict` returned, parameters included.
@@ -578,12 +799,10 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
                 layout, number of lanes, or with other parts. Nothing is changed then.
         """
-        with self._futures_lock:
-            self.synchronize()
-            with self._replay_lock, self._write_lock:
-                adopt = parsed(self, state_dict)
-                self._clear_prefetch_queue_locked()
-                adopt()
+        with self._ahead.paused(), self._replay_lock, self._write_lock:
+            adopt = parsed(self, state_dict)
+            self._ahead.drop()
+            adopt()
 
     # In a directory
 
@@ -615,15 +834,19 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
-        return {**super().__getstate__(), "_iterator": None, "rest": rest_of(self)}
+        with self._ahead.paused(), self._replay_lock, self._write_lock:
+            state = {**self.__dict__, "rest": rest_of(self), "prefetch": self._ahead.number}
+        own = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng", "_write_lock", "shared")
+        return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:
-        rest = state.pop("rest")
-        super().__setstate__(state)
-        self._prefetch_in_order()
+        rest, prefetch = state.pop("rest"), state.pop("prefetch")
+        self.__dict__.update(state)
+        self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
+        self._ahead = Ahead(self._draw_ahead, prefetch)
         parsed_rest(self, rest)()
 
-    # Checks
+    # Inspection
 
     def explain(self, batch: TensorDictBase) -> Explanation:
         """Reports which row each sample of a batch is and how it was transformed; prints as a table.
@@ -639,9 +862,11 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
             ValueError: some of its rows are no longer stored.
         """
         arguments.steps("batch", batch)
-        drawn = [it.goal_key for it in layers_of(self._sampler) if isinstance(it, HERSampler)]
         with self._replay_lock, self._write_lock:
-            return explain(batch, self.episodes, [keys.DESIRED_GOAL, *drawn])
+            # The batch may have been drawn before `set_sampler`.
+            layers = layers_of(self._sampler)
+            goals = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
+            return explain(batch, self.episodes, dict.fromkeys([keys.DESIRED_GOAL, *goals]))
 
     def validate(self) -> None:
         """Checks the tables against one another, and in a directory each row.
@@ -649,8 +874,11 @@ class ReplayStorage(Strict, TensorDictReplayBuffer):  # type: ignore[misc]
         Raises:
             RuntimeError, ValueError: a check failed, or a row is damaged.
         """
-        self._storage.validate()
+        with self._replay_lock, self._write_lock:
+            self._storage.validate()
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _check_transform(transform: Any) -> None:
+    """Raises a TypeError if a transform, or a part of it, is one of TorchRL's that would be wrong."""
+    for part in parts_of(transform):
+        refuse_stock(part)

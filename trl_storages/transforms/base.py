@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.attributes import Strict
@@ -17,8 +17,9 @@ __all__ = ["ReplayTransform", "parts_of"]
 class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     """A transform that reads rows of its storage beside those of the batch."""
 
-    #: Whether it writes the goals that a `HERSampler` draws.
+    #: Whether it writes the goals that a `HERSampler` draws, and those of which key; None writes any.
     uses_goals = False
+    goal_key: NestedKey | None = None
 
     def prepare(self, rows: RowView) -> None:
         """Says what further rows it needs, before any transform replays."""

@@ -19,6 +19,7 @@ from trl_storages.callers import warn_caller
 from trl_storages.index.naming import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
+from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
 from trl_storages.writing.checks import checked_fields, end_flags, num_steps_of
@@ -82,14 +83,23 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self._is_resumed = np.zeros(E, bool)
         self._warned_of_gaps = self._warned_of_lost = False
 
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return self._write_count
+
     def register_storage(self, storage: PackedStorage) -> None:
         """Divides a storage into lanes, to write there.
 
         Raises:
-            TypeError: it is no `PackedStorage`.
+            TypeError: it is no `PackedStorage`, or a buffer of TorchRL's draws its rows by a sampler that
+                knows no lanes.
             ValueError: it is too small, or holds the rows of another number of lanes.
         """
+        refuse_stock(storage)
         arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        for buffer in storage._attached_entities:
+            refuse_stock(buffer.sampler)
         storage.divide(self.num_envs)
         super().register_storage(storage)
 
