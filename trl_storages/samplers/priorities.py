@@ -122,7 +122,7 @@ class Priorities:
         """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
         self.catch_up()
         found, live = np.full_like(self.raw, np.inf), self.index.live_slots().numpy()
-        found[live] = self._usable(self.raw[live])
+        found[live] = self._usable(self.raw[live], self.largest)
         return found
 
     def ranges(self, window: int | None) -> np.ndarray:
