@@ -70,7 +70,7 @@ def window_of(index: Any, count: int) -> int:
 @loop
 def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
     """Draws `[B]` live rows uniformly, from the newest `window` steps of each lane."""
-    lanes, T = index[4], index[5]
+    where, episode, _, _, lanes, T, _, _ = index
     E = len(lanes)
     # The first place of those that are drawn from, in its lane, and how many lie before it.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
@@ -92,6 +92,9 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
                     high = middle
         place = oldest[e] + rank - starts[e]
         slots[i] = e * T + (place - T if place >= T else place)
+        # What is asked for next.
+        prefetch(episode, slots[i] * 8)
+        prefetch(where, slots[i] * 8)
 
 
 @loop
@@ -177,7 +180,7 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
         steps: `[B]` float64, rounded down; empty unless there are geometric ones.
         out: `[B]` slots.
     """
-    E, T = len(index[4]), index[5]
+    where, E, T = index[0], len(index[4]), index[5]
     found, any_random = bounds(index, slots), False
     for i in range(len(slots)):
         any_random |= kinds[i] == _RANDOM
@@ -197,6 +200,7 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
         elif kind == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
         out[i] = moved(slots[i], offset, E, T)
+        prefetch(where, out[i] * 8)
 
 
 @loop

@@ -119,6 +119,8 @@ def in_actor(storage_class: type) -> type:
 class _InActor:
     """What is different in a storage that several processes call."""
 
+    # TorchRL sets it.
+    is_remote = True
     # Of `ReplayStorage`.
     episodes: Any
     _replay_lock: Any
