@@ -138,6 +138,7 @@ def test_two_write_and_two_sample(workers):
     check_rows(here)
     assert len(here.episodes.episodes()) < 300 / 3.5  # Their mean length is 4: none was cut.
     assert len(slots) > 100
+    here.sample()
     assert torch.equal(here.sampler.base.base.priorities[slots], priority_of(here[slots]))
     replay.shutdown()
 

@@ -94,7 +94,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     arguments.instance(
         "the sampler of storage", sampler, PERSampler, what="a PERSampler, alpha=0.6"
     )
-    priorities = _array(sampler.priorities).astype(np.float64)
+    priorities = sampler.priorities_of(storage.storage).by_slot().astype(np.float64)
     ax = _axes("plot_priorities", ax, (6, 2.6))
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)

@@ -171,9 +171,12 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
 
     @property
     def priorities(self) -> torch.Tensor:
-        """`[N]` float32 raw priorities by slot, inf where there is no row; a copy."""
+        """`[N]` float32 raw priorities by slot, inf where there is no row; a copy.
+
+        Of the storage that was last drawn from.
+        """
         if self._priorities is None:
-            return torch.full((self.max_capacity,), math.inf)
+            return torch.full((self._max_capacity,), math.inf)
         return torch.from_numpy(self._priorities.by_slot())
 
     def _empty(self) -> None:
