@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -238,43 +237,6 @@ def test_the_page_of_results_shows_the_table_of_the_guides_that_is_printed(resul
     assert capsys.readouterr().out in (TUTORIALS / "results.md").read_text()
 
 
-def test_a_finished_run_is_a_line_and_is_made_again_only_for_other_settings(
-    results, tmp_path, monkeypatch, capsys
-):
-    recurrent = sys.modules.get("recurrent") or __import__("recurrent")
-    made = []
-
-    def train(agent, seed, budget):
-        assert budget == recurrent.Budget()
-        made.append((agent, seed))
-        return {"memory": 1.0, "none": 0.75}[agent]
-
-    monkeypatch.setattr(recurrent, "train", train)
-    path = tmp_path / "results.jsonl"
-    options = ["--only", "recurrent", "--seeds", "5", "--results", str(path)]
-    assert results.main(options) == 1  # 0.75 without a memory is out of its bound
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["result"] for line in lines] == [1.0, 0.75]
-    assert lines[0]["budget"] == asdict(recurrent.Budget())
-    assert lines[0]["versions"]["torch"] == torch.__version__
-    assert "| recurrent.py | none | signs that are followed | **0.75** | ≤ 0.50 |" in (
-        capsys.readouterr().out
-    )
-    results.main(options)
-    assert made == [("memory", 5), ("none", 5)]
-    monkeypatch.setattr(recurrent, "AT_MOST", {"none": 0.6})
-    results.main(options)
-    assert made[2:] == [("none", 5)]
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"guide": "recurrent"}', "7", ""])
-def test_a_damaged_line_of_the_guides_results_is_named(results, tmp_path, damage):
-    path = tmp_path / "results.jsonl"
-    path.write_text(f"{damage}\n")
-    with pytest.raises(SystemExit, match=r"line 1 of .*results.jsonl is not a finished run"):
-        results.main(["--table", "--results", str(path)])
-
-
 # What to switch on.
 
 
@@ -313,32 +275,6 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
     script.main(options)
     assert len(storages) == 3
     assert capsys.readouterr().out == printed
-
-
-def test_what_is_switched_on_differs_surely_or_not(guide):
-    script = guide("what_to_switch_on")
-    rates = {
-        "hindsight alone": [0.2, 0.4, 0.3],
-        "with n-step": [0.3, 0.5, 0.4],
-        "with PER": [0.1, 0.6, 0.2],
-        "with ERE": [0.2],
-    }
-    runs = script.planned([0, 1, 2])
-    finished = [
-        {**run, "mean": rates[run["part"]][run["seed"]]}
-        for run in runs
-        if run["task"] == "25 bits, DQN" and run["seed"] < len(rates.get(run["part"], ()))
-    ]
-    firsts = [
-        line.split("|")[2].strip() for line in script.tables(runs, finished).split("\n") if line
-    ]
-    assert firsts == [
-        *("25 bits, DQN", "---", "0.30 ± 0.10", "0.40 ± 0.10", "0.30 ± 0.26", "0.20"),
-        *("-", "-", "-"),
-        # Of -0.1, 0.2, -0.1 the deviation is 0.3 / 3^0.5, and 4.303 times a third of 0.3 is 0.43.
-        *("25 bits, DQN", "---", "**+0.10 ± 0.00**", "+0.00 ± 0.43", "0.00"),
-        *("-", "-", "-"),
-    ]
 
 
 def test_the_page_of_results_shows_what_was_switched_on(guide, capsys):

@@ -21,10 +21,7 @@ SPARE_ROWS = 2000
 # Of them, those that are written between samples, over and over. A multiple of the episodes.
 NEW_ROWS = 400
 # Works on observations that are one array.
-FLAT = (
-    *("n_step", "priorities", "recent", "pixels", "pixels_n_step"),
-    *("flat", "flat_flawed", "stacks", "stacks_flawed"),
-)
+FLAT = (*("n_step", "priorities", "recent", "pixels", "flat", "stacks"),)
 
 Contestant = tuple[str, str]  # peer, work
 

@@ -169,14 +169,10 @@ def sequences(plan: Plan) -> Iterator[Result]:
 
 
 def pixels(plan: Plan) -> Iterator[Result]:
-    """Batches of 256 stacked frames, as they are stored and folded over three steps."""
+    """Batches of 256 stacked frames, as they are stored."""
     rows = min(PIXEL_ROWS, plan.most_rows)
-    columns = pixel_columns(rows + 100)
-    for work in ("pixels", "pixels_n_step"):
-        contestants = who(plan, work, own=("pixels", work))
-        contest = contest_of(contestants, rows, plan, columns=columns)
-        yield from drawn(work, contest, [256], plan, unequal=False)
-        del contest
+    contest = contest_of(who(plan, "pixels"), rows, plan, columns=pixel_columns(rows + 100))
+    yield from drawn("pixels", contest, [256], plan, unequal=False)
 
 
 def stored_once(plan: Plan) -> Iterator[Result]:
@@ -186,7 +182,7 @@ def stored_once(plan: Plan) -> Iterator[Result]:
         # What is written between draws begins an episode, and ends one.
         size = rows + 2 * EPISODE_LENGTH
         columns = flat_columns(goal_columns(size)) if work == "flat" else stacked_columns(size)
-        contestants = who(plan, work, f"{work}_flawed", own=(work,))
+        contestants = who(plan, work)
         # What a library loads with its first batch is no memory of its rows.
         few = contest_of(contestants, EPISODE_LENGTH, plan, columns=take_rows(columns, 0, 150))
         for turn in few.turns(16).values():

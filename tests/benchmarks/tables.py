@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.benchmarks.results import Report, Result, pick, ratio
 
 __all__ = [
-    "MODES",
     "TITLES",
     "WORKS",
     "format_all",
@@ -24,11 +23,8 @@ WORKS = {
     "recent": "recency",
     "sequences": "sequences, 32 of 16 steps",
     "pixels": "pixels",
-    "pixels_n_step": "pixels, 3-step returns",
     "flat": "flat observations",
-    "flat_flawed": "flat observations, wrong at ends",
     "stacks": "stacks of 84 x 84",
-    "stacks_flawed": "stacks of 84 x 84, wrong at ends",
     "record": "record, one environment",
     "record_lanes": "record, 8 environments",
     "extend": "extend",
@@ -42,21 +38,10 @@ TITLES = {
     "compiled": "compiled function",
     "raw": "raw gather",
 }
-#: In which mode the others store as little as they can and give each row as it was written; and which
-#: of their options stores less, but gives wrong next observations at the ends of episodes.
-MODES = {
-    "torchrl": ("whole rows, as none of its modes works for rows drawn at random", ""),
-    "sb3": (
-        "whole rows",
-        "optimize_memory_usage, which it refuses for dictionaries, hindsight and time limits",
-    ),
-    "cpprb": ("next_of; for stacks stack_compress as well", ""),
-    "tianshou": ("whole rows", "ignore_obs_next; for stacks save_only_last_obs as well"),
-}
 #: What the others do beside works of ours that they don't have.
 THEIRS = {"her_n_step": "her", "everything": "her"}
 #: What cpprb does when it writes, so that its draws alone are no whole work.
-MADE_BY_WRITES = ("her", "n_step", "her_n_step", "everything", "pixels_n_step")
+MADE_BY_WRITES = ("her", "n_step", "her_n_step", "everything")
 #: Of a plain compiled function we may take so much more.
 MOST = 1.25
 IN_LOOPS = {"loop": "between updates", "alone": "alone"}
@@ -207,7 +192,7 @@ def format_sizes(report: Report) -> Iterator[str]:
 
 def format_rest(report: Report) -> Iterator[str]:
     """Gives what is not a draw of rows: writes, sequences and pixels."""
-    sections = ("write_and_draw", "writing", "sequences", "pixels", "pixels_n_step")
+    sections = ("write_and_draw", "writing", "sequences", "pixels")
     results = [r for section in sections for r in of_most(report, section)]
     rows = [
         (
@@ -218,7 +203,7 @@ def format_rest(report: Report) -> Iterator[str]:
             r,
         )
         for r in results
-        if r.peer == "ours" and not (r.section == "pixels_n_step" and r.work == "pixels")
+        if r.peer == "ours"
     ]
     if rows:
         yield from table(["work", "rows a call"], rows, results)
@@ -247,18 +232,14 @@ def format_once(report: Report) -> Iterator[str]:
     yield ""
     yield from head([f"bytes a transition, and to draw {results[0].batch_size:,}", ""], peers)
     for work in [work for work in WORKS if any(result.work == work for result in results)]:
-        ours = pick(results, peer="ours", work=work.removesuffix("_flawed"))
+        ours = pick(results, peer="ours", work=work)
         found = [pick(results, peer=peer, work=work) for peer in ("ours", *peers)]
         times = [f"{it.median:,.0f}" if it else "" for it in found]
         yield f"| {WORKS[work]} | bytes | " + " | ".join(nbytes(it, ours) for it in found) + " |"
         yield "|  | microseconds | " + " | ".join(times) + " |"
     yield ""
-    yield "Each library in the mode that takes the least memory and gives every row as it was written;"
-    yield "modes that are wrong at the ends of episodes have lines of their own:"
-    yield ""
-    for peer in peers:
-        mode, flawed = MODES[peer]
-        yield f"- {TITLES[peer]}: {mode}" + (f"; wrong at ends: {flawed}" if flawed else "")
+    yield "Each library in the mode that takes the least memory and gives every row as it was written:"
+    yield "whole rows but with cpprb, whose `next_of` and `stack_compress` store less."
 
 
 def nbytes(found: Result | None, ours: Result | None) -> str:

@@ -17,7 +17,6 @@ from tests.benchmarks.data import (
     take_rows,
 )
 from tests.benchmarks.peers import PEERS, load_peer
-from tests.benchmarks.tables import MODES
 
 # The other libraries warn about each other and about what they will drop.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -147,19 +146,6 @@ def test_what_is_stored_once_is_drawn_as_it_was_written(name, work):
     assert_as_stored(batch, columns, rows, {"observation", "next_observation", "action"})
 
 
-@pytest.mark.parametrize("name", [name for name, (_, flawed) in MODES.items() if flawed])
-@pytest.mark.parametrize("work", ["flat", "stacks"])
-def test_modes_called_flawed_are_wrong_at_the_ends_of_episodes_alone(name, work):
-    columns = stacked_columns(250) if work == "stacks" else flat_columns(goal_columns(250))
-    batch, columns, rows = draw(name, f"{work}_flawed", columns=columns, batch_size=512)
-
-    assert_as_stored(batch, columns, rows, {"observation", "action"})
-    following, true = np.asarray(batch["next_observation"]), columns["next_observation"][rows]
-    ends = columns["done"][rows]
-    np.testing.assert_array_equal(following[~ends], true[~ends])
-    assert (following[ends] != true[ends]).any()
-
-
 def test_stacks_slide_within_an_episode_and_begin_with_one_frame():
     columns = stacked_columns(150)
     seen, following, done = (columns[n] for n in ("observation", "next_observation", "done"))
@@ -168,18 +154,6 @@ def test_stacks_slide_within_an_episode_and_begin_with_one_frame():
     np.testing.assert_array_equal(following[:-1][~done[:-1]], seen[1:][~done[:-1]])
     begins = np.roll(done, 1)
     np.testing.assert_array_equal(seen[begins], seen[begins][:, -1:].repeat(4, 1))
-
-
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_pixels_are_folded_over_three_steps(name):
-    batch, columns, rows = draw(name, "pixels_n_step", columns=pixel_columns(250), batch_size=8)
-
-    whole = (rows < 247) & ~columns["done"][rows] & ~columns["done"][(rows + 1) % 250]
-    assert whole.any()
-    np.testing.assert_array_equal(
-        np.asarray(batch["next_observation"])[whole],
-        columns["next_observation"][(rows + N_STEPS - 1) % 250][whole],
-    )
 
 
 @pytest.mark.gpu

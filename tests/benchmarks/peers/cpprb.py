@@ -233,6 +233,5 @@ WORKS = {
     "pixels": Uniform,
     "flat": FlatOnce,
     "stacks": StacksOnce,
-    "pixels_n_step": NStep,
     "extend": Extend,
 }

@@ -293,7 +293,6 @@ WORKS = {
     "pixels": Uniform,
     "flat": Uniform,
     "stacks": Stacks,
-    "pixels_n_step": Folded,
     "extend": Extend,
     "record": Record,
     "record_her": RecordHindsight,

@@ -65,5 +65,4 @@ WORKS = {
     "recent": Raw,
     "sequences": Sequences,
     "pixels": Raw,
-    "pixels_n_step": Raw,
 }

@@ -168,8 +168,7 @@ class Flat(Buffer):
         fill(self.buffer, columns)
         num_rows = len(columns["done"])
         self.buffer.observations[:num_rows, 0] = columns["observation"]
-        if not self.buffer.optimize_memory_usage:
-            self.buffer.next_observations[:num_rows, 0] = columns["next_observation"]
+        self.buffer.next_observations[:num_rows, 0] = columns["next_observation"]
 
     def make(
         self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
@@ -208,37 +207,13 @@ class NStep(Flat):
         )
 
 
-class Flawed(Flat):
-    """Its memory option, which has no true last observation of episodes that a time limit ends."""
-
-    def __init__(self, columns: Columns, capacity: int):
-        super().__init__(columns, capacity)
-        num_rows = len(columns["done"])
-        self.buffer.observations[num_rows % capacity, 0] = columns["next_observation"][-1]
-
-    def make(
-        self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
-    ) -> ReplayBuffer:
-        return ReplayBuffer(
-            capacity,
-            observation_space,
-            action_space,
-            device=self.device,
-            optimize_memory_usage=True,
-            handle_timeout_termination=False,
-        )
-
-
 WORKS = {
     "flat": Flat,
-    "flat_flawed": Flawed,
     "stacks": Flat,
-    "stacks_flawed": Flawed,
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,
     "pixels": Flat,
-    "pixels_n_step": NStep,
     "record": Uniform,
     "record_lanes": RecordLanes,
 }

@@ -1,6 +1,6 @@
 """tianshou: `ReplayBuffer`, `HERReplayBuffer`, `PrioritizedReplayBuffer`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from tests.benchmarks.data import (
     DISCOUNT,
     HINDSIGHT_GOALS,
     N_STEPS,
-    PIXEL_SHAPE,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
     Columns,
@@ -127,32 +126,9 @@ class Prioritized(Uniform):
         return batch
 
 
-class Flawed(Uniform):
-    """Flat observations: the next one is that of the following row, at the end of the row itself."""
-
-    options: ClassVar[dict[str, Any]] = {"ignore_obs_next": True}
-
-    def __init__(self, columns: Columns, capacity: int):
-        self.buffer = ReplayBuffer(capacity, **self.options)
-        for row in single_rows(columns):
-            self.write(self.prepare(row))
-
-
-class FlawedStacks(Flawed):
-    """Stacked frames, of which rows hold the newest one."""
-
-    options: ClassVar[dict[str, Any]] = {
-        "ignore_obs_next": True,
-        "stack_num": PIXEL_SHAPE[0],
-        "save_only_last_obs": True,
-    }
-
-
 WORKS = {
     "flat": Uniform,
-    "flat_flawed": Flawed,
     "stacks": Uniform,
-    "stacks_flawed": FlawedStacks,
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,

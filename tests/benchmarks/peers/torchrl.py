@@ -156,7 +156,6 @@ WORKS = {
     # `NextStateReconstructor` is for rows in order: of rows that are drawn it gives others, or NaN.
     "flat": Uniform,
     "stacks": Uniform,
-    "pixels_n_step": NStep,
     "extend": Extend,
 }
 if prioritized.SumSegmentTreeFp32 is None:
