@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from trl_storages.streams import Arena, HostRows, Layout
 __all__ = ["Directory"]
 
 _LAZY = ("entries", "marks")
+#: Writes rows into an index, entries and priorities.
+Fill = Callable[[EpisodeIndex, HostRows, np.ndarray], None]
 
 
 class Directory:
@@ -63,8 +65,12 @@ class Directory:
         *,
         max_entries: int | None = None,
         fresh: bool = False,
+        fill: Fill | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> Directory:
-        """Makes a directory of no rows, and opens it to write.
+        """Makes a directory, and opens it to write.
+
+        What it held before is there until all else is on the disk.
 
         Args:
             path: the directory; it is made if it is not there.
@@ -73,6 +79,8 @@ class Directory:
             num_envs: the number of lanes.
             max_entries: room for observations, over all lanes.
             fresh: whether the rows that the directory holds are discarded.
+            fill: writes the first rows; None leaves it empty.
+            state: of other parts, as JSON.
 
         Raises:
             FileExistsError: it holds something already.
@@ -87,40 +95,59 @@ class Directory:
         lock = WriterLock(path)
         try:
             _check_free(path, fresh)
-            number = 1 + max((int(it[5:]) for it in _rows_in(path)), default=0)
-            name = f"rows.{number}"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS
-            file = os.open(path / name, flags, 0o644)
             made = cls(path, "r+", lock)
-            try:
-                described = Description(
-                    layout=layout,
-                    max_size=max_size,
-                    num_envs=num_envs,
-                    max_entries=max_entries,
-                    rows=name,
-                    boot=_boot(),
-                    inode=os.fstat(file).st_ino,
-                    is_clean=False,
-                    tails=[0] * num_envs,
-                    cursors=[0] * num_envs,
-                )
-                made._adopt(described, file)
-            except BaseException:
-                (path / name).unlink()
-                raise
-            finally:
-                os.close(file)
-            # So that who has seen another one tells them apart.
-            made._arena.arrays["epoch"][:] = time.time_ns()
-            made._arena.flush()
-            described.write(path)
-            made._remove_others()
+            described = Description(
+                layout=layout,
+                max_size=max_size,
+                num_envs=num_envs,
+                max_entries=max_entries,
+                rows="rows.1",
+                boot="",
+                inode=0,
+                is_clean=False,
+                tails=[0] * num_envs,
+                cursors=[0] * num_envs,
+                state=state or {},
+            )
+            made._begin(described, fill)
             sync_directory(path.parent)
         except BaseException:
             lock.forget()
             raise
         return made
+
+    def _begin(self, described: Description, fill: Fill | None) -> None:
+        """Makes another file of rows, and names it in the description once it is on the disk."""
+        number = 1 + max((int(it[5:]) for it in _rows_in(self.path)), default=0)
+        path = self.path / f"rows.{number}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+        try:
+            inode = os.fstat(file).st_ino
+            self._adopt(described.but(rows=path.name, boot=_boot(), inode=inode), file)
+            if fill is not None:
+                fill(self.index, self.rows, self.priorities)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(file)
+        # So that who has seen another one tells them apart.
+        self._arena.arrays["epoch"][:] = time.time_ns()
+        self.flush(described.state)
+        self._remove_others()
+
+    def replaced(self, fill: Fill, state: Mapping[str, Any] | None) -> Directory:
+        """Returns the directory with other rows, and another state; these are not written to any more.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.check_writer()
+        other = Directory(self.path, "r+", self._lock)
+        described = self._described
+        other._begin(described if state is None else described.but(state=dict(state)), fill)
+        self._lock = None
+        return other
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Directory:
@@ -236,6 +263,11 @@ class Directory:
     def is_writer(self) -> bool:
         """Whether this process may write."""
         return self._lock is not None and self._lock.is_held
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no other process may be writing."""
+        return self.is_writer or self._described.is_clean
 
     def check_writer(self) -> None:
         """Raises a RuntimeError if this process may not write."""

@@ -163,28 +163,35 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
         torch.from_numpy(array("entries", part, torch.int64, None, layout.entry_words))
         for part in entries
     ]
+    if not all(type(it) is int and 0 <= it < _MOST for it in (cursor, tail, first)):
+        raise ValueError("the numbers of steps must be whole and at least 0: nothing changed.")
     lane = PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
-    k, number = layout.frames, 0
-    holds = bool(((priorities >= 0) & (priorities < np.inf)).all())
-    holds = holds and all(type(it) is int and 0 <= it < _MOST for it in (cursor, tail, first))
-    holds = holds and tail <= cursor <= tail + T and len(begins) <= T
-    if holds and len(begins):
-        number = int(places[-1]) + 2
-        oldest = cursor - len(begins)
+    # What gave way while it was saved goes, whatever it is.
+    lane = lane.without(tail - (cursor - len(begins)), layout.frames)
+    if not _holds(lane, T, layout.frames):
+        raise ValueError("the steps of a lane must follow one another, got others: nothing changed.")
+    return lane
+
+
+def _holds(lane: PackedLane, T: int, k: int) -> bool:
+    """Returns whether the steps of a lane may lie as they do."""
+    cursor, tail, first, begins, ends, places, priorities, entries = lane
+    number, oldest = sum(map(len, entries)), cursor - len(places)
+    if not len(places):
+        return cursor == tail == number == 0
+    return (
+        0 <= first <= oldest <= min(tail, cursor - 1)
+        and tail <= cursor <= tail + T
+        and len(places) <= T
+        and bool(begins[0]) == (first == oldest)
         # A step goes on behind the one before, or k entries later if it adds its own observation.
-        holds = places[0] == k - 1 and bool(np.isin(np.diff(places), (1, k + 1)).all())
-        holds = holds and 0 <= first <= oldest <= min(tail, cursor - 1)
-        holds = holds and bool(begins[0]) == (first == oldest)
-        holds = holds and bool((ends <= CUT).all())
-        holds = holds and bool((begins[1:] | (ends[:-1] == GOES_ON)).all())
-    elif holds:
-        holds = cursor == 0
-    if not holds or sum(map(len, parts)) != number:
-        raise ValueError(
-            "the steps of a lane must follow one another, got others: nothing changed."
-        )
-    # What gave way while it was saved goes.
-    return lane.without(tail - (cursor - len(begins)), k)
+        and places[0] == k - 1
+        and places[-1] + 2 == number
+        and bool(np.isin(np.diff(places), (1, k + 1)).all())
+        and bool((ends <= CUT).all())
+        and bool((begins[1:] | (ends[:-1] == GOES_ON)).all())
+        and bool(((priorities >= 0) & (priorities < np.inf)).all())
+    )
 
 
 def fill(

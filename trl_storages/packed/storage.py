@@ -337,14 +337,27 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     # State
 
     def state(self) -> State:
-        """Returns what is saved of the rows; see `packed.dumps`."""
-        return dumps.packed(self.episodes, self.layout, self.rows, self._raw)
+        """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
+        self.look()
+        state = dumps.packed(self.episodes, self.layout, self.rows, self._raw)
+        if self._directory is None or self._directory.is_still:
+            return state
+        state = copy.deepcopy(state)
+        # What another process wrote meanwhile took the place of the oldest.
+        for lane, tail in zip(state["lanes"], self.episodes.tails.tolist(), strict=True):
+            lane["tail"] = min(max(lane["tail"], tail), lane["cursor"])
+        return state
 
-    def parsed(self, state: Any) -> Adopt:
+    def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
 
+        Args:
+            state: of the rows.
+            rest: the state of other parts, as JSON, that a directory is to hold.
+
         Raises:
-            ValueError, KeyError: they are damaged, or of a storage of another size or layout.
+            RuntimeError: the storage is open for reading only.
+            ValueError, KeyError: the rows are damaged, or of a storage of another size or layout.
         """
         self.check_writable()
         saved = dumps.parsed(state, self.max_size, self._num_envs)
@@ -358,11 +371,54 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
+            if self._directory is not None:
+                self._adopt(self._directory.replaced(partial(dumps.fill, saved), rest))
+                return
             if any(lane.priorities.any() for lane in saved.lanes):
                 self._raw = self.priorities
             dumps.fill(saved, self.episodes, self.rows, self._raw)
 
         return adopt
+
+    def dumps(self, path: Any, rest: Any = None) -> None:
+        """Saves the rows as a closed directory, in the place of what it may hold.
+
+        Args:
+            path: the directory.
+            rest: the state of other parts, as JSON.
+
+        Raises:
+            RuntimeError: nothing says yet what rows hold, or the directory has a writer.
+            OSError: the disk is full, or the directory holds something else.
+        """
+        if self.layout is None:
+            raise RuntimeError("rows must be written, or their fields be named, before a dump.")
+        saved = dumps.parsed(self.state(), self.max_size, self._num_envs)
+        sizes = path, self.layout, self.max_size, self._num_envs
+        Directory.create(
+            *sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest
+        ).close()
+
+    def loads(self, path: Any) -> None:
+        """Adopts the rows that `dumps` saved, once all of them are checked."""
+        self.parsed(PackedStorage.of_dump(path).state())()
+
+    @classmethod
+    def of_dump(cls, path: Any) -> PackedStorage:
+        """Returns the rows of a dump, each of which is checked.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged.
+        """
+        found = cls(None, path=path, mode="r")
+        found.validate()
+        return found
+
+    @property
+    def saved(self) -> Any:
+        """The state of other parts that a directory holds, as JSON; None if there is none."""
+        return None if self._directory is None else self._directory.state or None
 
     def state_dict(self) -> State:
         """Returns `state()`, in memory of its own."""

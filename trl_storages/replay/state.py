@@ -13,7 +13,7 @@ import torch
 from trl_storages import arguments
 from trl_storages.attributes import Checked
 from trl_storages.samplers import OwnSampler
-from trl_storages.states import Adopt, State, array, entries_of, nothing
+from trl_storages.states import Adopt, State, array, entries_of, nothing, to_json
 from trl_storages.transforms import ReplayTransform
 
 __all__ = ["parsed", "parsed_rest", "rest_of", "state_of"]
@@ -24,13 +24,14 @@ _REST = ("parts", "writer", "recorder", "generator", "batch_size")
 
 def state_of(storage: Any) -> State:
     """Returns the state of a `ReplayStorage`. Its rows may share the memory of the storage."""
-    if (prioritized := storage._prioritized) is not None:
-        prioritized.priorities_of(storage._storage)  # rows that are new get their priorities
-    return {"rows": storage._storage.state(), "rest": rest_of(storage)}
+    rest = rest_of(storage)
+    return {"rows": storage._storage.state(), "rest": rest}
 
 
 def rest_of(storage: Any) -> State:
     """Returns the state of all but the rows."""
+    if (prioritized := storage._prioritized) is not None:
+        prioritized.priorities_of(storage._storage)  # rows that are new get their priorities
     generator = storage._rng
     return {
         "parts": [_state_of_part(part) for part in storage.parts()],
@@ -48,7 +49,8 @@ def parsed(storage: Any, state: Any) -> Adopt:
         ValueError, TypeError, KeyError: the state is damaged, or of another storage.
     """
     rows, rest = entries_of("a storage", state, _ALL)
-    adopts = storage._storage.parsed(rows), parsed_rest(storage, rest)
+    # The rows first, as there may be no room for them on the disk.
+    adopts = storage._storage.parsed(rows, to_json(rest)), parsed_rest(storage, rest)
 
     def adopt() -> None:
         for each in adopts:
@@ -57,18 +59,24 @@ def parsed(storage: Any, state: Any) -> Adopt:
     return adopt
 
 
-def parsed_rest(storage: Any, state: Any) -> Adopt:
-    """Returns a function that makes all but the rows go on from a state; see `parsed`."""
+def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
+    """Returns a function that makes all but the rows go on from a state; see `parsed`.
+
+    What is `reopened` has the parameters that it is made with, and may have other parts.
+    """
     parts, writer, recorder, generator, batch_size = entries_of("a storage", state, _REST)
     own = storage.parts()
-    if not isinstance(parts, list) or len(parts) != len(own):
+    if not isinstance(parts, list) or (len(parts) != len(own) and not reopened):
         raise ValueError(
             f"the state must be of {len(own)} samplers and transforms: nothing changed."
         )
     adopts = [
         storage._writer.parsed(writer),
         storage._recorder.parsed(recorder),
-        *(_parsed_part(part, its) for part, its in zip(own, parts, strict=True)),
+        *(
+            _parsed_part(part, its, reopened=reopened)
+            for part, its in zip(own, parts, strict=not reopened)
+        ),
         _parsed_generator(storage, generator),
     ]
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
@@ -76,7 +84,8 @@ def parsed_rest(storage: Any, state: Any) -> Adopt:
     def adopt() -> None:
         for each in adopts:
             each()
-        storage._batch_size = batch_size
+        if not reopened:
+            storage._batch_size = batch_size
 
     return adopt
 
@@ -90,8 +99,10 @@ def _state_of_part(part: Any) -> State:
     }
 
 
-def _parsed_part(part: Any, state: Any) -> Adopt:
+def _parsed_part(part: Any, state: Any, *, reopened: bool) -> Adopt:
     kind, parameters, state = entries_of("a part", state, ("kind", "parameters", "state"))
+    if kind != type(part).__name__ and reopened:
+        return nothing
     if kind != type(part).__name__:
         raise ValueError(
             f"the state must be of a {type(part).__name__}, got a {kind}: nothing changed."
@@ -105,7 +116,8 @@ def _parsed_part(part: Any, state: Any) -> Adopt:
     adopt_rest = part.parsed(state) if is_own else _parsed_other(part, state)
 
     def adopt() -> None:
-        part.__dict__.update({name: trial.__dict__[name] for name in names})
+        if not reopened:
+            part.__dict__.update({name: trial.__dict__[name] for name in names})
         adopt_rest()
 
     return adopt

@@ -47,7 +47,7 @@ from trl_storages.samplers import (
     layers_of,
     own_sampler,
 )
-from trl_storages.states import State
+from trl_storages.states import State, from_json, to_json
 from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.layout import Layout
 from trl_storages.streams.staging import Block
@@ -803,6 +803,38 @@ class ReplayStorage(
             adopt = parsed(self, state_dict)
             self._ahead.drop()
             adopt()
+
+    def dumps(self, path: Any) -> None:
+        """Saves what `state_dict` returns as a closed directory. Loading it runs no code.
+
+        An earlier dump there is replaced once this one is on the disk: after an error, a kill or a power
+        cut, one of the two is there.
+
+        Args:
+            path: the directory; it is made if it is not there.
+
+        Raises:
+            RuntimeError: nothing says yet what rows hold, or the directory is open to write.
+            OSError: the disk is full, or the directory holds something else.
+        """
+        path = arguments.directory("path", path)
+        with self._ahead.paused(), self._replay_lock, self._write_lock:
+            rest = to_json(rest_of(self))
+            self._storage.dumps(path, rest)
+
+    def loads(self, path: Any) -> None:
+        """Goes on from what `dumps` saved, parameters included.
+
+        Args:
+            path: the directory.
+
+        Raises:
+            FileNotFoundError: it holds no dump.
+            ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
+                Nothing is changed then.
+        """
+        dump = PackedStorage.of_dump(arguments.directory("path", path))
+        self.load_state_dict({"rows": dump.state(), "rest": from_json(dump.saved)})
 
     # In a directory
 
