@@ -138,10 +138,7 @@ def test_a_directory_that_is_closed_goes_on(kind, tmp_path):
 
 @pytest.mark.requirement("devices")
 @pytest.mark.parametrize("kind", ["uniform", "n-step", "hindsight", "prioritized", "all"])
-def test_one_seed_draws_the_same_everywhere(kind, place, request):
-    if place == "directory" and kind in ("prioritized", "all"):
-        reason = "trees of directories have spare steps"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_one_seed_draws_the_same_everywhere(kind, place):
     batches = []
     for where in ("memory", place):
         storage, players = written(kind, where, 7)

@@ -8,19 +8,21 @@ Letters: N steps of a lane, n of its entries, W words an entry, k frames a stack
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from trl_storages.directory import Directory
 from trl_storages.directory.description import described, layout_of
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels.streams import CUT, FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
-__all__ = ["Packed", "PackedLane", "check", "fill", "packed", "parsed"]
+__all__ = ["Packed", "PackedLane", "check", "fill", "packed", "packed_in", "parsed", "read"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
 _LANE = ("cursor", "tail", "first", "begins", "ends", "places", "priorities", "entries")
@@ -93,6 +95,30 @@ def packed(
         "layout": None if layout is None else described(layout),
         "lanes": [_lane(index, rows, priorities, lane) for lane in lanes],
     }
+
+
+def packed_in(directory: Directory) -> State:
+    """Returns the rows of a directory, to which another process may be writing, as they are saved."""
+    state = packed(directory.index, directory.layout, directory.rows, directory.priorities)
+    if directory.is_still:
+        return state
+    state = copy.deepcopy(state)
+    # What was written meanwhile took the place of the oldest.
+    for lane, tail in zip(state["lanes"], directory.index.tails.tolist(), strict=True):
+        lane["tail"] = min(max(lane["tail"], tail), lane["cursor"])
+    return state
+
+
+def read(path: Any) -> tuple[State, State]:
+    """Returns the rows of a dump, each of which is checked, and the state of other parts as JSON.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+    """
+    with Directory.open(path, "r") as dump:
+        dump.validate()
+        return packed_in(dump), dict(dump.state)
 
 
 def _lane(index: EpisodeIndex, rows: Any, priorities: np.ndarray | None, lane: int) -> State:
@@ -169,7 +195,9 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     # What gave way while it was saved goes, whatever it is.
     lane = lane.without(tail - (cursor - len(begins)), layout.frames)
     if not _holds(lane, T, layout.frames):
-        raise ValueError("the steps of a lane must follow one another, got others: nothing changed.")
+        raise ValueError(
+            "the steps of a lane must follow one another, got others: nothing changed."
+        )
     return lane
 
 

@@ -339,14 +339,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def state(self) -> State:
         """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
         self.look()
-        state = dumps.packed(self.episodes, self.layout, self.rows, self._raw)
-        if self._directory is None or self._directory.is_still:
-            return state
-        state = copy.deepcopy(state)
-        # What another process wrote meanwhile took the place of the oldest.
-        for lane, tail in zip(state["lanes"], self.episodes.tails.tolist(), strict=True):
-            lane["tail"] = min(max(lane["tail"], tail), lane["cursor"])
-        return state
+        if self._directory is not None:
+            return dumps.packed_in(self._directory)
+        return dumps.packed(self.episodes, self.layout, self.rows, self._raw)
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
@@ -395,30 +390,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             raise RuntimeError("rows must be written, or their fields be named, before a dump.")
         saved = dumps.parsed(self.state(), self.max_size, self._num_envs)
         sizes = path, self.layout, self.max_size, self._num_envs
-        Directory.create(
-            *sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest
-        ).close()
+        Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest).close()
 
     def loads(self, path: Any) -> None:
         """Adopts the rows that `dumps` saved, once all of them are checked."""
-        self.parsed(PackedStorage.of_dump(path).state())()
-
-    @classmethod
-    def of_dump(cls, path: Any) -> PackedStorage:
-        """Returns the rows of a dump, each of which is checked.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is damaged.
-        """
-        found = cls(None, path=path, mode="r")
-        found.validate()
-        return found
-
-    @property
-    def saved(self) -> Any:
-        """The state of other parts that a directory holds, as JSON; None if there is none."""
-        return None if self._directory is None else self._directory.state or None
+        self.parsed(dumps.read(path)[0])()
 
     def state_dict(self) -> State:
         """Returns `state()`, in memory of its own."""
@@ -464,10 +440,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     @property
     def kept_state(self) -> Mapping[str, Any]:
-        """What the directory keeps of other parts, for its writer; else nothing."""
-        if self._directory is None or not self._directory.is_writer:
-            return {}
-        return self._directory.state
+        """The state of other parts that the directory keeps, as JSON; in memory nothing."""
+        return {} if self._directory is None else self._directory.state
 
     def flush(self, state: Mapping[str, Any] | None = None) -> None:
         """Waits until all rows are on the disk, with the `state` of other parts."""

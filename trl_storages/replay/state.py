@@ -13,13 +13,13 @@ import torch
 from trl_storages import arguments
 from trl_storages.attributes import Checked
 from trl_storages.samplers import OwnSampler
-from trl_storages.states import Adopt, State, array, entries_of, nothing, to_json
+from trl_storages.states import Adopt, State, array, entries_of, from_json, nothing, to_json
 from trl_storages.transforms import ReplayTransform
 
-__all__ = ["parsed", "parsed_rest", "rest_of", "state_of"]
+__all__ = ["parsed", "parsed_rest", "rest_of", "resume", "state_of"]
 
 _ALL = ("rows", "rest")
-_REST = ("parts", "writer", "recorder", "generator", "batch_size")
+_REST = ("parts", "writer", "recorder", "generator", "batch_size", "cursors")
 
 
 def state_of(storage: Any) -> State:
@@ -39,6 +39,7 @@ def rest_of(storage: Any) -> State:
         "recorder": storage._recorder.state(),
         "generator": None if generator is None else generator.get_state(),
         "batch_size": storage.batch_size,
+        "cursors": storage.episodes.cursors.tolist(),
     }
 
 
@@ -62,23 +63,24 @@ def parsed(storage: Any, state: Any) -> Adopt:
 def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     """Returns a function that makes all but the rows go on from a state; see `parsed`.
 
-    What is `reopened` has the parameters that it is made with, and may have other parts.
+    What is `reopened` has the parameters that it is made with, and may have other parts. What writer and
+    recorder know holds with the last row that they wrote only: of a writer that was killed after it the
+    environments are gone.
     """
-    parts, writer, recorder, generator, batch_size = entries_of("a storage", state, _REST)
+    rest = entries_of("a storage", state, _REST)
+    parts, writer, recorder, generator, batch_size, cursors = rest
     own = storage.parts()
     if not isinstance(parts, list) or (len(parts) != len(own) and not reopened):
         raise ValueError(
             f"the state must be of {len(own)} samplers and transforms: nothing changed."
         )
     adopts = [
-        storage._writer.parsed(writer),
-        storage._recorder.parsed(recorder),
-        *(
-            _parsed_part(part, its, reopened=reopened)
-            for part, its in zip(own, parts, strict=not reopened)
-        ),
-        _parsed_generator(storage, generator),
+        _parsed_part(part, its, reopened=reopened)
+        for part, its in zip(own, parts, strict=not reopened)
     ]
+    adopts.append(_parsed_generator(storage, generator))
+    if not reopened or cursors == storage.episodes.cursors.tolist():
+        adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
 
     def adopt() -> None:
@@ -88,6 +90,22 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
             storage._batch_size = batch_size
 
     return adopt
+
+
+def resume(storage: Any) -> None:
+    """Makes a storage that was reopened to write go on from what its directory keeps.
+
+    Raises:
+        ValueError: the directory is damaged.
+    """
+    words = storage._storage.kept_state
+    if not words or not storage._storage.writes:
+        return
+    try:
+        adopt = parsed_rest(storage, from_json(words), reopened=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{storage._storage.path} is damaged: {error}") from error
+    adopt()
 
 
 def _state_of_part(part: Any) -> State:
@@ -152,10 +170,16 @@ def _parsed_generator(storage: Any, state: Any) -> Adopt:
     if state is None:
         return nothing
     generator = torch.Generator()
-    size = len(generator.get_state())
-    array("generator", state, torch.uint8, size)
+    array("generator", state, torch.uint8, *generator.get_state().shape)
     try:
-        generator.set_state(state.cpu())
+        generator.set_state(state)
     except RuntimeError as error:
         raise ValueError(f"generator must be whole, got another: {error}") from None
-    return lambda: storage.set_rng(generator)
+
+    def adopt() -> None:
+        if storage._rng is None:
+            storage.set_rng(generator)
+        else:
+            storage._rng.set_state(state)
+
+    return adopt

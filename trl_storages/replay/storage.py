@@ -25,6 +25,7 @@ from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.attributes import Strict
 from trl_storages.index.naming import Lanes, named_lanes
+from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay import history
 from trl_storages.replay.ahead import Ahead
@@ -34,9 +35,8 @@ from trl_storages.replay.flow import Flow
 from trl_storages.replay.inherited import Refusing
 from trl_storages.replay.loader import make_loader
 from trl_storages.replay.parameters import Parameter
-from trl_storages.replay.progress import progress_of, resume
 from trl_storages.replay.remote import StorageHandle, on_ray
-from trl_storages.replay.state import parsed, parsed_rest, rest_of, state_of
+from trl_storages.replay.state import parsed, parsed_rest, rest_of, resume, state_of
 from trl_storages.replay.undisturbed import undisturbed
 from trl_storages.samplers import (
     EpisodeSequence,
@@ -833,8 +833,8 @@ class ReplayStorage(
             ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
                 Nothing is changed then.
         """
-        dump = PackedStorage.of_dump(arguments.directory("path", path))
-        self.load_state_dict({"rows": dump.state(), "rest": from_json(dump.saved)})
+        rows, rest = dumps.read(arguments.directory("path", path))
+        self.load_state_dict({"rows": rows, "rest": from_json(rest)})
 
     # In a directory
 
@@ -849,7 +849,7 @@ class ReplayStorage(
             OSError: the disk is full. The rows are there, as after a kill.
         """
         with self._replay_lock, self._write_lock:
-            self._storage.flush(progress_of(self))
+            self._storage.flush(to_json(rest_of(self)))
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes the rows of a directory, and lets another process write. Drawing goes on.
@@ -862,7 +862,7 @@ class ReplayStorage(
         """
         keep = arguments.flag("keep", keep)
         with self._replay_lock, self._write_lock:
-            self._storage.close(progress_of(self), keep=keep)
+            self._storage.close(to_json(rest_of(self)), keep=keep)
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
