@@ -6,123 +6,228 @@ Letters: B batch, n rows of a window.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
-from trl_storages.index import EpisodeIndex
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.streams.device_rows import sent
-from trl_storages.streams.layout import nest
+from trl_storages.streams.device_rows import sent, sent_together
+from trl_storages.streams.layout import Field, nest
 
-__all__ = ["RowView"]
+__all__ = ["RowView", "Window"]
+
+
+class _Pasted(NamedTuple):
+    """A field of other rows that takes the place of some targets."""
+
+    field: Field
+    places: torch.Tensor
+    mask: torch.Tensor
+    targets: Sequence[NestedKey]
+    fields: Sequence[Field] | None
+    """Of the targets, if they are alike; else None."""
+    default: NestedKey | None
 
 
 class RowView:
     """Rows of a storage: `rows[key]` reads an entry, `rows[key] = value` sets it, for this batch alone.
 
     The rows of a batch are gathered whole when one of their fields is first read, or at the end; of
-    further rows (`at`, `window`) only those fields are fetched that are read. The entries of the sampler,
-    such as `goal_index`, are there from the beginning.
+    further rows (`at`, `window`) only those fields are fetched that are read. What the sampler drew, such
+    as `goal_index`, is there from the beginning.
 
     Args:
         storage: holds the rows.
         slots: `[*B]` int64, on the host.
-        entries: of the sampler; None makes a view of further rows.
+        drawn: the sampler's entries, on the host; None makes a view of further rows.
 
     Attributes:
         slots: as given.
-        window: the n rows from each one, `[n, B]`, while an `NStep` is to fold them; else None. What
-            changes rewards or flags changes those of `steps`.
+        drawn: as given; `rows[key]` has these entries on the device of the rows.
+        device: where entries are.
+        episodes: which rows are in which episodes; it takes and returns tensors on the host.
+        window: the n rows from each one, while an `NStep` is to fold them; else None.
+        read: the slots of all rows that were read, of further ones too.
     """
 
     def __init__(
         self,
         storage: PackedStorage,
         slots: torch.Tensor,
-        entries: Mapping[NestedKey, torch.Tensor] | None = None,
+        drawn: Mapping[NestedKey, torch.Tensor] | None = None,
     ) -> None:
-        self._storage, self.slots = storage, slots
-        self._is_batch = entries is not None
-        # What the sampler and transforms set, what was fetched, and the goals that are pasted into it.
-        self._set: dict[NestedKey, torch.Tensor] = dict(entries or {})
-        self._fetched: dict[NestedKey, torch.Tensor] = {}
-        self._pasted: list[tuple[Any, ...]] = []
-        self._block: Any = None
-        self._next_slots = slots
-        self._batch: TensorDictBase | None = None
-        self.window: RowView | None = None
-        #: All slots that were read, of further rows too.
+        self._storage, self.slots, self.drawn = storage, slots, drawn or {}
+        self.device, self.episodes = storage.device, storage.episodes
+        self.window: Window | None = None
         self.read = [slots]
-
-    @property
-    def device(self) -> torch.device:
-        """Where entries are."""
-        return self._storage.device
-
-    @property
-    def episodes(self) -> EpisodeIndex:
-        """Which rows are in which episodes; it takes and returns tensors on the host."""
-        return self._storage.episodes
+        # What the sampler drew and transforms set, and what was fetched.
+        self._set: dict[NestedKey, torch.Tensor] = dict(self.drawn)
+        self._is_away = storage.device.type != "cpu"
+        if self._is_away and drawn:
+            self._set = sent_together(drawn, self.device)
+        self._fetched: dict[NestedKey, torch.Tensor] = {}
+        self._pasted: list[_Pasted] = []
+        # Where the rows are, and those whose next observations they have; and the rows, once gathered.
+        self._places: torch.Tensor | None = None
+        self._last: torch.Tensor | None = None
+        self._block: torch.Tensor | None = None
+        self._is_batch = drawn is not None
+        self._batch: TensorDictBase | None = None
 
     @property
     def steps(self) -> RowView:
-        """The rows whose rewards and flags count: the window, if there is one."""
+        """The rows whose rewards and flags count: the window, if there is one, else these rows."""
         return self if self.window is None else self.window
 
-    def at(self, slots: torch.Tensor) -> RowView:
-        """Returns further rows as they are stored, `[*]` slots on the host."""
-        rows = RowView(self._storage, slots)
-        rows.read = self.read
-        return rows
-
-    def follow(self, slots: torch.Tensor) -> None:
-        """Takes what stands under `next` from other rows, `[B]`; what was set there is forgotten."""
-        self._next_slots, self._block, self._fetched = slots, None, {}
-        self._set = {key: value for key, value in self._set.items() if key[0] != "next"}
+    # Entries
 
     def __contains__(self, key: NestedKey) -> bool:
         key = unravel_key(key)
         if self._batch is not None:
             return key in self._batch.keys(True)
-        return key in self._set or key in self._storage.layout
+        return key in self._set or key in self._fetched or key in self._storage.layout
 
-    def is_set(self, key: NestedKey) -> bool:
-        """Whether the sampler or a transform has set an entry."""
-        return unravel_key(key) in self._set
-
-    def is_alike(self, key: NestedKey, other: NestedKey) -> bool:
-        """Whether both are fields, of one dtype and shape."""
-        layout = self._storage.layout
-        if key not in layout or other not in layout:
-            return False
-        one, two = layout.field(key), layout.field(other)
-        return one.dtype is two.dtype and one.shape == two.shape
+    def changes(self) -> list[NestedKey]:
+        """Returns which entries the sampler and transforms have set."""
+        return [*self._set]
 
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
-        key = unravel_key(key)
+        """Returns an entry, `[*B, ...]`.
+
+        Raises:
+            KeyError: there is none; the message lists the fields of the rows.
+        """
         if self._batch is not None:
             return self._batch[key]
-        if key in self._set:
-            return self._set[key]
-        if key not in self._fetched:
-            if self._is_batch:
-                self._fetch()
-            else:
-                self._fetched[key] = self._storage.rows.take(key, self._places(self.slots))
-        return self._fetched[key]
+        found = self._set.get(key)
+        if found is None:
+            found = self._fetched.get(key)
+        return self._fetch(unravel_key(key)) if found is None else found
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
+        """Sets an entry of this batch, `[*B, ...]` on the device of the rows.
+
+        Raises:
+            TypeError, ValueError: it is no tensor with a value for each row.
+        """
+        size = self.slots.shape
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{key!r} must be a tensor, got {type(value).__name__}.")
+        if value.shape[: len(size)] != size:
+            raise ValueError(
+                f"{key!r} must have a value for each row, {[*size]}, got {[*value.shape]}."
+            )
         if self._batch is not None:
             self._batch[key] = value
         else:
             self._set[unravel_key(key)] = value
 
-    def _places(self, slots: torch.Tensor) -> torch.Tensor:
-        if slots is not self.read[0]:
-            self.read.append(slots)
-        return self.episodes.places(slots)
+    def _fetch(self, key: NestedKey) -> torch.Tensor:
+        """Returns a field that was not fetched yet; of a batch, all are fetched at once."""
+        if key in self._set:
+            return self._set[key]
+        if not self._is_batch:
+            self._fetched[key] = self._storage.rows.take(key, self._own_places())
+        elif self._block is None:
+            self._storage.layout.field(key)
+            self._gather()
+        found = self._fetched.get(key)
+        if found is None:
+            self._storage.layout.field(key)  # raises
+            raise KeyError(key)
+        return found
+
+    def _own_places(self) -> torch.Tensor:
+        """Returns the entries of these rows, `[*B]` on their device."""
+        if self._places is None:
+            self._places = self._places_of(self.slots)
+        return self._places
+
+    def _places_of(self, slots: torch.Tensor) -> torch.Tensor:
+        places = self.episodes.places(slots)
+        return sent(places, self.device) if self._is_away else places
+
+    def _gather(self) -> None:
+        """Gathers whole rows, with what is to be pasted into them."""
+        storage = self._storage
+        places = self._own_places()
+        self._block = storage.rows.gather(places, places if self._last is None else self._last)
+        self._fetched = storage.layout.views(self._block)
+        for pasted in self._pasted:
+            self._paste(pasted)
+
+    # Further rows
+
+    def at(self, slots: torch.Tensor) -> RowView:
+        """Returns further rows as they are stored.
+
+        Args:
+            slots: `[*]` int64 of live rows, such as those of `episodes.shift`.
+
+        Raises:
+            TypeError: they are no tensor of int64.
+        """
+        if not isinstance(slots, torch.Tensor) or slots.dtype is not torch.int64:
+            raise TypeError(f"slots must be a tensor of int64, got {slots!r}.")
+        rows = RowView(self._storage, slots.cpu())
+        rows.read = self.read
+        self.read.append(rows.slots)
+        return rows
+
+    def widen(self, num_rows: int) -> None:
+        """Opens the window, for what reads rows ahead; what stands under `next` is that of its last row.
+
+        Args:
+            num_rows: n, how many rows there are at most.
+
+        Raises:
+            RuntimeError: there is a window, or rows were read already: widen in `prepare`.
+        """
+        if self.window is not None or self._fetched:
+            raise RuntimeError(
+                "rows are widened once, before they are read: use one NStep, whose n_step may be "
+                "changed at any time."
+            )
+        slots, lengths = self.episodes.windows(self.slots, num_rows)
+        self.window = Window(self._storage, slots, lengths)
+        self.window.read = self.read
+        self.read.append(slots)
+        self._follow(self._places_of(slots[-1]))
+
+    def follow(self, slots: torch.Tensor) -> None:
+        """Takes what stands under `next` from other rows.
+
+        Args:
+            slots: `[B]` int64, on the host.
+
+        Raises:
+            RuntimeError: a transform has set an entry under `next` already.
+            ValueError: they are not as many as the rows.
+        """
+        if slots.shape != self.slots.shape:
+            raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
+        self.read.append(slots)
+        self._follow(self._places_of(slots))
+
+    def follow_window(self, at: torch.Tensor) -> None:
+        """Takes what stands under `next` from row `at` `[B]` of each window, on the device of the rows.
+
+        Raises:
+            RuntimeError: there is no window, or a transform has set an entry under `next` already.
+        """
+        if self.window is None:
+            raise RuntimeError("there must be a window to follow: widen first.")
+        self._follow(self.window._own_places().gather(0, at.unsqueeze(0)).squeeze(0))
+
+    def _follow(self, places: torch.Tensor) -> None:
+        for key in self._set:
+            if key[0] == "next":
+                raise RuntimeError(
+                    f"{key!r} was set for another next row: set that of rows.steps, or put the transform "
+                    "that does behind NStep."
+                )
+        self._last, self._block, self._fetched = places, None, {}
 
     def paste(
         self,
@@ -130,31 +235,68 @@ class RowView:
         key: NestedKey,
         slots: torch.Tensor,
         mask: torch.Tensor,
+        *,
+        default: NestedKey | None = None,
     ) -> None:
-        """Sets fields to one of other rows, `[B]` slots, where `mask` `[B]` says so, on the host."""
+        """Sets entries to a field of other rows where a mask says so.
+
+        Args:
+            targets: which entries.
+            key: the field that takes their place.
+            slots: `[B]` int64 of the other rows, on the host.
+            mask: `[B]` bool, on the host; elsewhere entries stay as they are.
+            default: the field that targets which are no fields are elsewhere.
+
+        Raises:
+            KeyError: the rows have no such field.
+            TypeError: the field is floating, and a target is not.
+            ValueError: their shapes differ.
+            RuntimeError: a transform of TorchRL's stands before.
+        """
         if self._batch is not None:
             raise RuntimeError(
                 "goals must be written before transforms of TorchRL's: put these behind."
             )
         layout = self._storage.layout
-        fields = [layout.field(target) for target in targets]
-        pasted = layout.field(key), slots, mask, fields
+        self.read.append(slots)
+        fields = layout.alike(key, targets)
+        pasted = _Pasted(
+            *(layout.field(key), self._places_of(slots), mask, targets, fields, default)
+        )
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
         if self._block is not None:
-            self._paste(*pasted)
+            self._paste(pasted)
+        elif fields is None:
+            self._gather()
 
-    def _paste(self, field: Any, slots: torch.Tensor, mask: torch.Tensor, targets: Any) -> None:
-        self._storage.rows.paste(self._block, field, self._places(slots), mask, targets)
+    def _paste(self, pasted: _Pasted) -> None:
+        field, places, mask, targets, fields, default = pasted
+        rows = self._storage.rows
+        if fields is not None:
+            rows.paste(self._block, field, places, mask, fields)
+            return
+        values = rows.take(field.key, places)
+        chosen = sent(mask, self.device).view(-1, *(1 for _ in field.shape))
+        for target in targets:
+            before = self._fetched.get(target)
+            if before is None and default is not None:
+                before = self._fetched.get(default)
+            if before is None:
+                raise KeyError(f"the rows must have {default or target!r}, they have none.")
+            if values.is_floating_point() and not before.is_floating_point():
+                raise TypeError(
+                    f"{target!r} must be floating as {field.key!r} is, got {before.dtype}: values would "
+                    "be truncated."
+                )
+            if values.shape != before.shape:
+                raise ValueError(
+                    f"{field.key!r} must have the shape of {target!r}, {[*before.shape[1:]]}, got "
+                    f"{[*values.shape[1:]]}."
+                )
+            self._fetched[target] = torch.where(chosen, values.to(before.dtype), before)
 
-    def _fetch(self) -> None:
-        """Gathers whole rows."""
-        rows, places = self._storage.rows, self._places(self.slots)
-        last = places if self._next_slots is self.slots else self._places(self._next_slots)
-        self._block = rows.gather(places, last)
-        for pasted in self._pasted:
-            self._paste(*pasted)
-        self._fetched = self._storage.layout.views(self._block)
+    # Batches
 
     def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Applies a function of batches, such as a transform of TorchRL's.
@@ -174,7 +316,20 @@ class RowView:
         if self._batch is not None:
             return self._batch
         if self._block is None:
-            self._fetch()
-        given = {key: sent(value, self.device) for key, value in self._set.items()}
-        fields, layout = {**self._fetched, **given}, self._storage.layout
-        return nest(fields, self.slots.shape, self.device, layout.nested)
+            self._gather()
+        entries = {**self._fetched, **self._set}
+        return nest(entries, self.slots.shape, self.device, self._storage.layout.nested)
+
+
+class Window(RowView):
+    """Each row of a batch with those that follow it in its episode, `[n, B]`.
+
+    Args:
+        storage: holds the rows.
+        slots: `[n, B]` int64, the last row of an episode repeated.
+        lengths: `[B]` int64, how many different rows there are, on the host.
+    """
+
+    def __init__(self, storage: PackedStorage, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        super().__init__(storage, slots)
+        self.lengths = lengths

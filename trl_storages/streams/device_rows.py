@@ -5,7 +5,7 @@ Letters: N rows of a block, L lanes it writes, B batch; F, O, S, W and k as in `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from trl_storages.kernels import streams
 from trl_storages.streams.layout import Field, Layout
 from trl_storages.streams.staging import Block
 
-__all__ = ["DeviceRows", "sent"]
+__all__ = ["DeviceRows", "sent", "sent_together"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -30,6 +30,23 @@ def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tenso
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def sent_together(
+    values: Mapping[NestedKey, torch.Tensor], device: torch.device
+) -> dict[NestedKey, torch.Tensor]:
+    """Returns values `[B, ...]` on a device, to which one copy brings them, from pinned memory."""
+    parts = [value.contiguous().view(-1).view(torch.uint8) for value in values.values()]
+    # Each begins at a multiple of 16 bytes, as views of any dtype may.
+    sizes = [-(-len(part) // 16) * 16 for part in parts]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for room, part in zip(block.split_with_sizes(sizes), parts, strict=True):
+        room[: len(part)].copy_(part)
+    rooms = block.to(device, non_blocking=True).split_with_sizes(sizes)
+    return {
+        key: room[: len(part)].view(value.dtype).view(value.shape)
+        for (key, value), room, part in zip(values.items(), rooms, parts, strict=True)
+    }
 
 
 class DeviceRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.attributes import Strict
@@ -15,17 +15,35 @@ __all__ = ["ReplayTransform", "parts_of"]
 
 
 class ReplayTransform(Strict, Transform):  # type: ignore[misc]
-    """A transform that reads rows of its storage beside those of the batch."""
+    """A transform that can read the rows of its `ReplayStorage`.
 
-    #: Whether it writes the goals that a `HERSampler` draws, and those of which key; None writes any.
+    It runs in order with the other transforms of the replay buffer, under the replay lock. To write one
+    that reads further rows, subclass this and implement `replay`; and `prepare` only if it reads rows
+    ahead, or must know of a window.
+
+    >>> class Halved(ReplayTransform):
+    ...     def replay(self, rows):
+    ...         rows.steps["next", "reward"] = rows.steps["next", "reward"] / 2
+    >>> Halved()
+    Halved(keys=[])
+    """
+
+    #: Whether it writes the goals that a `HERSampler` draws, and those of which key; None writes any. A
+    #: `ReplayStorage` refuses to draw goals that no transform writes.
     uses_goals = False
-    goal_key: NestedKey | None = None
+    goal_key: Any = None
 
     def prepare(self, rows: RowView) -> None:
-        """Says what further rows it needs, before any transform replays."""
+        """Says what further rows it needs, as by `rows.widen`, before any transform replays."""
 
     def replay(self, rows: RowView) -> None:
-        """Changes the drawn rows; what changes rewards or flags changes those of `rows.steps`."""
+        """Changes the drawn rows.
+
+        Args:
+            rows: `[B]` the rows, as the transforms before have left them, with the sampler's entries.
+                What changes rewards or flags changes those of `rows.steps`, which an `NStep` behind it
+                folds: so it fits before that as well as behind it.
+        """
         raise NotImplementedError
 
     def state(self) -> State:
@@ -43,7 +61,10 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Raises a RuntimeError: only a `ReplayStorage` hands it the rows."""
-        raise RuntimeError(f"{type(self).__name__} works in a ReplayStorage only.")
+        raise RuntimeError(
+            f"{type(self).__name__} reads rows beside the sampled ones and what the sampler drew, which "
+            "only a ReplayStorage hands to its transforms: pass it as transform= to one."
+        )
 
 
 def parts_of(transform: Transform) -> list[Transform]:

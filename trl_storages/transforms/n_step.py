@@ -1,83 +1,174 @@
-"""n-step returns.
+"""N-step returns: folds a transition and those that follow it into one.
 
-Letters: B batch, n rows of a window.
+Letters: B batch, n rows of a window, m of them that count, A agents.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
 from trl_storages.attributes import Checked, unit_interval
-from trl_storages.functional.returns import discounts, return_dtype
+from trl_storages.functional.returns import discounts, return_dtype, window_length
 from trl_storages.kernels import folds
 from trl_storages.packed import RowView
+from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep"]
 
+# The tables of discounts of a few n and γ.
+_discounts = lru_cache(maxsize=16)(discounts)
+
+
+def _next_key(name: str, value: Any) -> NestedKey:
+    found = arguments.key(name, value)
+    if found[0] != "next":
+        raise ValueError(f"{name} must lie under 'next', got {found!r}.")
+    return found
+
 
 class NStep(ReplayTransform):
-    """Folds each transition with those that follow it in its episode.
+    """Folds each sampled transition with those that follow it in its episode (n-step returns).
 
         m = min(n, rows to the end of the episode, rows to the newest one)
-        reward_t <- Σ γ^i · reward_{t+i}, i = 0 .. m - 1;   next_t <- next_{t+m-1}
+        reward_t <- Σ γ^i · reward_{t+i},  i = 0 .. m - 1
+        next_t   <- next_{t+m-1}
 
-    `steps_to_next_obs` is m. Sums are made in float64, and rounded once.
+    `done`, `terminated`, `truncated` and every other entry under `next` are taken from the last row, and
+    `steps_to_next_obs`, int64 of the shape of the rewards, is m, so that TorchRL's losses bootstrap with
+    γ^m: at a truncation, a cut or the newest row, but never at a terminal state. Root entries are
+    unchanged.
+
+    Rows are stored as single steps, so n and γ may change between samples. Intermediate rows are read
+    for their rewards only.
+
+    Rewards are summed in float64, in time order, and rounded once: to their own dtype if it is floating,
+    to the default dtype for bool and 8- or 16-bit integers, to float64 for larger integers. With n = 1
+    they are unchanged.
+
+    **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, each agent's rewards
+    are folded separately. The row's `done` ends the window of all agents; one of a single agent is an
+    ordinary entry.
+
+    **Hindsight.** In `Compose(GoalRelabel(...), NStep(...))` all rewards of a window are for the goal of
+    its first row, and with a `terminated_fn` the window ends where that goal is reached.
+
+    Args:
+        n_step: n, at least 1; 1 only adds `steps_to_next_obs`.
+        discount: γ, in [0, 1]; must match the loss.
+        reward_key: entry of the reward under `next`; one value per row or per agent.
+        terminated_key: entry of the terminal flag under `next`, which a transform before may set.
+        steps_to_next_obs_key: where m is written.
+
+    Raises:
+        ValueError: `n_step` or `discount` is out of range, or a key is not under `next`.
+
+    Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
+
+    >>> from trl_storages import PackedStorage, ReplayStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, discount=0.98))
+    >>> storage.n_step = 5  # for the next batch that is drawn
+    >>> storage.transform[0]
+    NStep(n_step=5, discount=0.98)
     """
 
-    reward_key: NestedKey = keys.REWARD
     n_step: Any = Checked(arguments.integer, at_least=1)
     discount: Any = Checked(unit_interval)
+    reward_key: Any = Checked(_next_key)
+    terminated_key: Any = Checked(_next_key)
+    steps_to_next_obs_key: Any = Checked(arguments.key)
 
     def __init__(
-        self, n_step: int = 3, discount: float = 0.99, *, reward_key: NestedKey = keys.REWARD
+        self,
+        n_step: int = 3,
+        discount: float = 0.99,
+        *,
+        reward_key: NestedKey = keys.REWARD,
+        terminated_key: NestedKey = keys.TERMINATED,
+        steps_to_next_obs_key: NestedKey = keys.STEPS_TO_NEXT_OBS,
     ) -> None:
         super().__init__()
-        self.n_step, self.discount, self.reward_key = n_step, discount, reward_key
-        self._lengths = torch.empty(0, dtype=torch.int64)
+        self.n_step, self.discount = n_step, discount
+        self.reward_key, self.terminated_key = reward_key, terminated_key
+        self.steps_to_next_obs_key = steps_to_next_obs_key
 
     def prepare(self, rows: RowView) -> None:
-        """Finds the window of each row, and takes what stands under `next` from its last one."""
-        window, self._lengths = rows.episodes.windows(rows.slots, self.n_step)
-        rows.window = rows.at(window)
-        rows.follow(window[-1])
+        """Opens the window.
+
+        Raises:
+            ValueError: the rows are n-step transitions already.
+            RuntimeError: another `NStep` has opened one.
+        """
+        if self.steps_to_next_obs_key in rows:
+            raise ValueError(
+                f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
+                "already: store single steps, without MultiStep or MultiStepTransform."
+            )
+        rows.widen(self.n_step)
 
     def replay(self, rows: RowView) -> None:
-        """Folds the windows."""
-        window, lengths = rows.steps, self._lengths.to(rows.device)
-        rows.window = None
-        reward = window[self.reward_key]
-        if window.is_set(keys.TERMINATED):  # a goal may be reached within the window
-            flags = window[keys.TERMINATED].flatten(1)
-            first = torch.where(flags.any(0), flags.long().argmax(0) + 1, self.n_step)
-            lengths = torch.minimum(lengths, first)
-            last = (lengths - 1).unsqueeze(0)
-            rows.follow(window.slots.gather(0, last.cpu()).squeeze(0))
-            for key in (keys.TERMINATED, keys.DONE):
-                flag = window[key]
-                rows[key] = flag.gather(0, last.view(1, -1, *(1,) * (flag.ndim - 2))).squeeze(0)
-        size = reward.shape[1:]
-        rows[self.reward_key] = self._folded(reward, lengths)
-        rows[keys.STEPS_TO_NEXT_OBS] = (
-            lengths.view(-1, *(1,) * (len(size) - 1)).expand(size).clone()
-        )
+        """Folds the windows.
 
-    def _folded(self, reward: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Sums rewards `[n, B, *]` of windows of some lengths."""
-        weights = discounts(len(reward), self.discount, device=reward.device)
-        flat = reward.reshape(*reward.shape[:2], -1)
-        if reward.device.type == "cpu":
-            total = np.empty(flat.shape[1:])
-            folds.fold(flat.double().numpy(), lengths.numpy(), weights.numpy(), total)
-            folded = torch.from_numpy(total)
-        else:
-            counts = (
-                torch.arange(len(reward), device=reward.device)[:, None, None] < lengths[:, None]
+        Raises:
+            KeyError: the rows have no reward.
+            RuntimeError: a transform before has set rewards of the rows, not of their windows.
+            TypeError: the rewards are complex.
+        """
+        window = rows.window
+        if window is None or self.reward_key in rows.changes():
+            raise RuntimeError(
+                f"NStep folds {self.reward_key!r} of its window: a transform before it must change that "
+                "of rows.steps."
             )
-            folded = (torch.where(counts, flat, 0).double() * weights[:, None, None]).sum(0)
-        return folded.to(return_dtype(reward.dtype)).view(reward.shape[1:])
+        rewards, lengths, changes = window[self.reward_key], window.lengths, window.changes()
+        if rewards.device.type != "cpu":
+            lengths = sent(lengths, rewards.device)
+        # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
+        if self.terminated_key in changes:
+            flags = window[self.terminated_key]
+            lengths = window_length(lengths, flags.reshape(*flags.shape[:2], -1).any(2))
+            rows.follow_window(lengths - 1)
+        for key in changes:
+            if key[0] == "next" and key != self.reward_key:
+                rows[key] = _of_row(window[key], lengths - 1)
+        rows.window = None
+        size = rewards.shape[1:]
+        rows[self.reward_key] = _folded(rewards, lengths, self.discount)
+        lengths = lengths.view(-1, *(1,) * (len(size) - 1))
+        rows[self.steps_to_next_obs_key] = lengths.expand(size).contiguous()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"
+
+
+def _of_row(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Returns the values `[B, ...]` of row `at` `[B]` of each window, of `[n, B, ...]`."""
+    index = at.view(1, -1, *(1,) * (values.ndim - 2)).expand(1, *values.shape[1:])
+    return values.gather(0, index).squeeze(0)
+
+
+def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> torch.Tensor:
+    """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
+    if len(rewards) == 1:
+        return rewards[0]
+    dtype = return_dtype(rewards.dtype)
+    flat = rewards.reshape(*rewards.shape[:2], -1)
+    if rewards.device.type == "cpu":
+        # The loop is compiled for two dtypes; it sums in float64 in any case.
+        if not flat.dtype is dtype is torch.float32:
+            flat = flat.double()
+        total = torch.empty(flat.shape[1:], dtype=flat.dtype)
+        weights = _discounts(len(flat), discount).numpy()
+        table = _discounts(len(flat), discount).numpy()
+        folds.fold(flat.contiguous().numpy(), lengths.numpy(), table, total.numpy())
+    else:
+        weights = _discounts(len(flat), discount, device=rewards.device)[:, None, None]
+        rank = torch.arange(len(flat), device=rewards.device)[:, None, None]
+        # where, not a product: what lies outside of a window may be infinite.
+        total = (torch.where(rank < lengths[:, None], flat, 0).double() * weights).sum(0)
+    return total.to(dtype).view(rewards.shape[1:])

@@ -1,11 +1,12 @@
-"""Hindsight: writes drawn goals into rows, with the rewards that they would have had.
+"""Hindsight relabelling: replaces goals by achieved ones and recomputes rewards.
 
-Letters: B batch, n rows of a window, G goal size.
+Letters: B batch, n rows of a window, G goal shape, D rows that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,117 +14,308 @@ from tensordict import NestedKey
 
 from trl_storages import arguments, keys
 from trl_storages.functional.returns import relabelled_dtype
-from trl_storages.packed import RowView
+from trl_storages.packed import PackedStorage, RowView
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalFunction", "GoalRelabel"]
+__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit", "own_rewards"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
+# A `RowView`, or a TensorDict of rows.
+_Rows = Any
 
 
 class GoalRelabel(ReplayTransform):
-    """Writes drawn goals into the rows, and computes the rewards, and flags, that they would have had.
+    """Writes the goals that a `HERSampler` drew into the batch and recomputes rewards and flags.
+
+    Where `her_mask` is true, `desired_goal` and `("next", "desired_goal")` become the next achieved goal
+    of the row `goal_index`, and the reward is `reward_fn(next achieved goal, goal, transition)`. The
+    flags stay as stored unless `terminated_fn` is given; then `terminated` is recomputed, and `done` is
+    terminated or truncated. Other rows of the batch, and the storage, are never changed.
+
+    In `Compose(GoalRelabel(...), NStep(...))` all rows of a window get the goal of its first one, and
+    their rewards are summed for it.
+
+    Floating rewards keep their dtype. Rewards stored as bool or integer get a dtype that also holds
+    what `reward_fn` returns.
+
+    Each function is called once with R rows: those of the batch, or of its n-step windows. Its results
+    for rows that keep their own goal are discarded.
 
     Args:
-        reward_fn: `(achieved_goal [N, G], desired_goal [N, G], infos) -> [N] or [N, 1]`; None, allowed
-            with a `goal_key`, keeps rewards.
-        terminated_fn: likewise whether a goal is reached; None keeps flags as they are stored.
-        goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`. If the rows do
-            not store it, rows without a drawn goal get `desired_goal`.
-        info_keys: entries that the functions get.
+        reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
+            `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, allowed with a `goal_key`,
+            leaves the rewards as stored.
+        terminated_fn: the same, returning bool; requires `reward_fn`. None leaves the flags as stored.
+        goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`; None is the
+            desired goal. If the rows do not store this goal, rows without a drawn goal get
+            `desired_goal`.
+        info_keys: further entries passed to the functions.
+        achieved_goal_key: entry of the achieved goal.
+        desired_goal_key: entry of the desired goal.
+        reward_key: entry of the reward under `next`, one value a row.
+        done_key: entry of the flag that ends an episode.
+        terminated_key: entry of the terminal flag.
+        truncated_key: entry of the truncation flag.
 
     Raises:
-        TypeError: a function is not callable.
-        ValueError: `terminated_fn` or `info_keys` is given without `reward_fn`.
+        TypeError: `reward_fn` or `terminated_fn` is not callable.
+        ValueError: `terminated_fn` or `info_keys` is given without `reward_fn`; or a goal key equals
+            `achieved_goal_key` or lies under `next`.
+
+    Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
+
+    >>> def reached(achieved_goal, desired_goal, transition):
+    ...     return (achieved_goal == desired_goal).all(-1).float() - 1
+    >>> GoalRelabel(reached)
+    GoalRelabel(reached)
     """
 
     uses_goals = True
-    goal_key: NestedKey = keys.DESIRED_GOAL
     reward_fn: GoalFunction | None = None
     terminated_fn: GoalFunction | None = None
-    info_keys: tuple[NestedKey, ...] = ()
 
     def __init__(
         self,
         reward_fn: GoalFunction | None,
         *,
         terminated_fn: GoalFunction | None = None,
-        goal_key: NestedKey = keys.DESIRED_GOAL,
+        goal_key: NestedKey | None = None,
         info_keys: Sequence[NestedKey] = (),
+        achieved_goal_key: NestedKey = keys.ACHIEVED_GOAL,
+        desired_goal_key: NestedKey = keys.DESIRED_GOAL,
+        reward_key: NestedKey = keys.REWARD,
+        done_key: NestedKey = keys.DONE,
+        terminated_key: NestedKey = keys.TERMINATED,
+        truncated_key: NestedKey = keys.TRUNCATED,
     ) -> None:
         super().__init__()
-        what = "(achieved_goal, desired_goal, infos)"
-        self.goal_key = arguments.root_key("goal_key", goal_key)
-        if reward_fn is not None or self.goal_key == keys.DESIRED_GOAL:
+        what = "(achieved_goal, desired_goal, transition)"
+        if reward_fn is not None or goal_key is None:
             arguments.function("reward_fn", reward_fn, what, takes=3)
         if terminated_fn is not None:
             arguments.function("terminated_fn", terminated_fn, what, takes=3)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
-        self.info_keys = tuple(arguments.keys("info_keys", info_keys))
-        if reward_fn is None and (terminated_fn is not None or self.info_keys):
+        self._info_keys = tuple(arguments.keys("info_keys", info_keys))
+        if reward_fn is None and (terminated_fn is not None or self._info_keys):
             raise ValueError("reward_fn must be given with terminated_fn and info_keys, got None.")
+        achieved = arguments.root_key("achieved_goal_key", achieved_goal_key)
+        self._desired = arguments.root_key("desired_goal_key", desired_goal_key)
+        self._goal_key = arguments.optional(arguments.root_key, "goal_key", goal_key)
+        #: Where goals are written now and under `next`, where they come from, and where a batch has them.
+        written = self._goal_key or self._desired
+        if achieved in (written, self._desired):
+            raise ValueError(
+                "achieved_goal_key must be another entry than the goal that is written, got "
+                f"{achieved!r} for both."
+            )
+        self._written = written, keys.next_key(written)
+        self._achieved = keys.next_key(achieved)
+        self._index_key, self._mask_key = keys.goal_entries(self.goal_key)
+        self._reward_key = arguments.key("reward_key", reward_key)
+        self._done_key = arguments.key("done_key", done_key)
+        self._terminated_key = arguments.key("terminated_key", terminated_key)
+        self._truncated_key = arguments.key("truncated_key", truncated_key)
+
+    @property
+    def goal_key(self) -> NestedKey:
+        """Which drawn goal is written, as named in `HERSampler`."""
+        return self._goal_key or keys.DESIRED_GOAL
+
+    @property
+    def info_keys(self) -> tuple[NestedKey, ...]:
+        """Further entries passed to the functions."""
+        return self._info_keys
 
     def prepare(self, rows: RowView) -> None:
-        """Checks that no `NStep` stands before it."""
+        """Checks that no `NStep` stands before it.
+
+        Raises:
+            RuntimeError: one does.
+        """
         if rows.window is not None:
             raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
 
     def replay(self, rows: RowView) -> None:
-        """Writes goals, rewards and flags."""
-        index_key, mask_key = keys.goal_entries(self.goal_key)
-        mask, achieved_key = rows[mask_key], keys.next_key(keys.ACHIEVED_GOAL)
-        targets = self.goal_key, keys.next_key(self.goal_key)
-        if all(rows.is_alike(target, achieved_key) for target in targets):
-            rows.paste(targets, achieved_key, rows[index_key], mask)
-        else:
-            self._write_apart(rows, rows[index_key], mask)
-        steps, goals = rows.steps, rows[self.goal_key]
-        mask = mask.to(rows.device).view(-1, 1)
-        if self.reward_fn is not None:
-            stored, reward = steps[keys.REWARD], self._ask(self.reward_fn, steps, goals)
-            if stored.dtype is not reward.dtype:
-                dtype = relabelled_dtype(stored.dtype, reward.dtype)
-                stored, reward = stored.to(dtype), reward.to(dtype)
-            steps[keys.REWARD] = torch.where(mask, reward, stored)
-        if self.terminated_fn is not None:
-            reached = self._ask(self.terminated_fn, steps, goals)
-            if reached.dtype is not torch.bool:
-                raise TypeError(f"terminated_fn must return bool, got {reached.dtype}.")
-            done = reached | steps[keys.TRUNCATED]
-            steps[keys.DONE] = torch.where(mask, done, steps[keys.DONE])
-            steps[keys.TERMINATED] = torch.where(mask, reached, steps[keys.TERMINATED])
+        """Relabels the goals, and recomputes rewards and flags.
 
-    def _write_apart(self, rows: RowView, index: torch.Tensor, mask: torch.Tensor) -> None:
-        """Writes a goal that rows do not store, or not for their next observation."""
-        stored = self.goal_key if self.goal_key in rows else keys.DESIRED_GOAL
-        goals = rows.at(index)[keys.next_key(keys.ACHIEVED_GOAL)]
-        before = rows[stored]
-        if goals.is_floating_point() and not before.is_floating_point():
+        Raises:
+            KeyError: the batch has no drawn goals, or the rows have no goal entries.
+            ValueError: goals differ in shape, a function did not return one value per row, or rewards
+                or flags are stored with more than one value per row.
+            TypeError: achieved goals are floating but desired goals are not, or `terminated_fn` did not
+                return bool.
+        """
+        index, mask = rows.drawn.get(self._index_key), rows.drawn.get(self._mask_key)
+        if index is None or mask is None:
+            of_goal = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
+            raise KeyError(
+                f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
+                f"draws; pass sampler=HERSampler({of_goal}) to the ReplayStorage."
+            )
+        rows.paste(self._written, self._achieved, index, mask, default=self._desired)
+        if self.reward_fn is None:
+            return
+        steps, goals, chosen = rows.steps, rows[self._written[0]], rows[self._mask_key]
+        stored = steps[self._reward_key]
+        reward = self._ask("reward_fn", steps, goals, stored)
+        if stored.dtype is not reward.dtype:
+            dtype = relabelled_dtype(stored.dtype, reward.dtype)
+            stored, reward = stored.to(dtype), reward.to(dtype)
+        chosen = chosen.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
+        steps[self._reward_key] = torch.where(chosen, reward, stored)
+        if self.terminated_fn is None:
+            return
+        stored, done = steps[self._terminated_key], steps[self._done_key]
+        reached = self._ask("terminated_fn", steps, goals, stored)
+        if reached.dtype is not torch.bool:
+            # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
-                f"{stored!r} must be floating as achieved goals are, got {before.dtype}."
+                f"terminated_fn must return bool, got {reached.dtype}: compare, as in "
+                "`distance < 0.05`."
             )
-        if goals.shape != before.shape:
-            raise ValueError(
-                f"achieved goals must have the shape of {stored!r}, {list(before.shape[1:])}, got "
-                f"{list(goals.shape[1:])}."
-            )
-        mask = mask.to(rows.device).view(-1, *(1,) * (before.ndim - 1))
-        goals = torch.where(mask, goals.to(before.dtype), before)
-        rows[self.goal_key] = rows[keys.next_key(self.goal_key)] = goals
+        over = reached | steps[self._truncated_key].view(reached.shape)
+        chosen = chosen.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
+        steps[self._terminated_key] = torch.where(chosen, reached, stored)
+        steps[self._done_key] = torch.where(chosen, over.view(done.shape), done)
 
-    def _ask(self, function: GoalFunction, steps: RowView, goals: torch.Tensor) -> torch.Tensor:
-        """Evaluates a goal function on rows `[*n, B]`, `[*n, B, 1]`."""
-        achieved, batch = steps[keys.next_key(keys.ACHIEVED_GOAL)], steps.slots.shape
-        goals = goals.expand(*batch, *goals.shape[1:]).reshape(-1, *goals.shape[1:])
-        last = len(batch) - 1
-        infos = {key: steps[key].flatten(0, last) for key in self.info_keys}
-        result = function(achieved.flatten(0, last), goals, infos)
-        if result is None or isinstance(result, str):
-            raise TypeError(f"a goal function must return numbers, got {result!r}.")
-        result = torch.as_tensor(result, device=goals.device)
-        if result.shape not in ((batch.numel(),), (batch.numel(), 1)):
+    def _ask(
+        self, name: str, rows: _Rows, goals: torch.Tensor, stored: torch.Tensor
+    ) -> torch.Tensor:
+        """Evaluates the goal function of this name on rows `[*n, B]`, and checks what it returns.
+
+        Args:
+            name: "reward_fn" or "terminated_fn".
+            rows: achieved goals `[*n, B, *G]` under `next`, and the `info_keys`.
+            goals: `[B, *G]`.
+            stored: `[*n, B]` or `[*n, B, 1]`, whose shape the result gets.
+        """
+        achieved = rows[self._achieved]
+        batch = achieved.shape[: achieved.ndim - goals.ndim + 1]
+        last, size = len(batch) - 1, batch.numel()
+        if stored.numel() != size:
             raise ValueError(
-                f"a goal function must return one value a row, [{batch.numel()}] or "
-                f"[{batch.numel()}, 1], got {list(result.shape)}."
+                f"rewards and flags must be stored with one value a row, {[*batch, 1]}, as what is "
+                f"computed for a goal is, got {[*stored.shape]}: store what the team gets as one."
             )
-        return result.view(*batch, 1)
+        if last:
+            # The function gets one flat batch, also for windows.
+            goals, achieved = (
+                goals.repeat(*batch[:-1], *(1,) * (goals.ndim - 1)),
+                achieved.flatten(0, last),
+            )
+        infos = {}
+        for key in self._info_keys:
+            infos[key] = rows[key].flatten(0, last)
+        result = getattr(self, name)(achieved, goals, infos)
+        if not isinstance(result, torch.Tensor) or result.device != achieved.device:
+            try:
+                result = torch.as_tensor(result, device=achieved.device)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    f"{name} must return a tensor or an array of numbers, [{size}] or [{size}, 1]; got "
+                    f"{type(result).__name__}."
+                ) from error
+        if result.shape not in ((size,), (size, 1)):
+            raise ValueError(
+                f"{name} must return one value a row, shape [{size}] or [{size}, 1]; got "
+                f"{[*result.shape]}."
+            )
+        if result.is_complex():
+            raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
+        return result.view(stored.shape)
+
+    def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
+        """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
+
+        A reward function that disagrees with its environment is the most common mistake with hindsight,
+        and a silent one: relabelled rows then teach a different task than the stored ones.
+
+        Args:
+            storage: a `ReplayStorage`, or its `storage`.
+            num_rows: how many of the newest rows to compare.
+
+        Returns:
+            the number of rows compared, and where they differ.
+
+        Raises:
+            RuntimeError: there are no rows, or no `reward_fn`.
+        """
+        num_rows = arguments.integer("num_rows", num_rows, at_least=1)
+        if self.reward_fn is None:
+            raise RuntimeError(
+                "there is no reward_fn to audit, this GoalRelabel leaves the rewards."
+            )
+        packed: PackedStorage = storage if isinstance(storage, PackedStorage) else storage.storage
+        slots = packed.episodes.slots_by_age()[-num_rows:]
+        if not len(slots):
+            raise RuntimeError("there are no rows to audit: write transitions first.")
+        rows = RowView(packed, slots)
+        stored = rows[self._reward_key]
+        computed = self._ask("reward_fn", rows, rows[keys.next_key(self._desired)], stored)
+        # In the dtype of a relabelled reward, which never truncates.
+        dtype = relabelled_dtype(stored.dtype, computed.dtype)
+        stored, computed = stored.to(dtype).reshape(-1), computed.to(dtype).reshape(-1)
+        differs = stored != computed  # of integers; from 2^53 on, neighbours are equal in float64
+        if dtype.is_floating_point:
+            differs = ~torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
+        return RelabelAudit(len(slots), slots[differs.cpu()], stored[differs], computed[differs])
+
+    def __repr__(self) -> str:
+        named = {"terminated_fn": self.terminated_fn, "goal_key": self._goal_key}
+        shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([_shown(self.reward_fn), *shown])})"
+
+
+@dataclass(frozen=True)
+class RelabelAudit:
+    """The result of `GoalRelabel.audit`: the D rows on which `reward_fn` and storage disagree.
+
+    Attributes:
+        num_rows: how many rows were compared.
+        slots: `[D]` int64, on the host.
+        stored: `[D]` the stored rewards, in a dtype that holds the computed ones too.
+        computed: `[D]` the rewards that the function returns for them.
+    """
+
+    num_rows: int
+    slots: torch.Tensor
+    stored: torch.Tensor
+    computed: torch.Tensor
+
+    @property
+    def passed(self) -> bool:
+        """Whether all rows agree."""
+        return not len(self.slots)
+
+    def __str__(self) -> str:
+        rows = arguments.counted(self.num_rows, "row")
+        if self.passed:
+            return f"reward_fn agrees with the stored rewards on all {rows}."
+        lines = [f"reward_fn differs from the stored reward on {len(self.slots)} of {rows}:"]
+        worst = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)[:5]
+        lines += [
+            f"  slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
+            f"{float(self.computed[at]):g}"
+            for at in worst.tolist()
+        ]
+        return "\n".join(lines)
+
+
+def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:
+    """Evaluates the `reward_fn` of a transform on rows with their own goals.
+
+    Args:
+        relabel: a transform with a `reward_fn`.
+        rows: entries `[B, ...]`: achieved and desired goal, and the reward under `next`, and the
+            `info_keys`.
+
+    Returns:
+        rewards of the shape of those that are there.
+    """
+    goals, stored = rows[keys.next_key(relabel._desired)], rows[relabel._reward_key]
+    return relabel._ask("reward_fn", rows, goals, stored)
+
+
+def _shown(part: Any) -> str:
+    """Returns the name of a function, or the repr of anything else."""
+    return getattr(part, "__name__", repr(part))
