@@ -163,7 +163,6 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
         if not flat.dtype is dtype is torch.float32:
             flat = flat.double()
         total = torch.empty(flat.shape[1:], dtype=flat.dtype)
-        weights = _discounts(len(flat), discount).numpy()
         table = _discounts(len(flat), discount).numpy()
         folds.fold(flat.contiguous().numpy(), lengths.numpy(), table, total.numpy())
     else:
