@@ -3,7 +3,6 @@
 # Letters as in the package.
 # ruff: noqa: N806, B007, PERF403
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,8 +102,7 @@ class Machine(RuleBasedStateMachine):
         shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
         lane_bytes = plain.entries_per_lane * layout.entry_words * 8
         private = Arena(shapes, lane_bytes=lane_bytes)
-        shared, name = Arena.shared(shapes, lane_bytes=lane_bytes)
-        Path(name).unlink()
+        shared = Arena.shared(shapes, lane_bytes=lane_bytes)
         self.forms = []
         for arena in (private, shared, None, None):
             index = EpisodeIndex(

@@ -36,8 +36,7 @@ def test_memory_is_given_back(is_shared):
     entries = (np.int64, (LANES * most_entries, layout.entry_words))
     shapes, lane_bytes = {**sizes.table_shapes(), "entries": entries}, most_entries * entry_bytes
     if is_shared:
-        arena, name = Arena.shared(shapes, lane_bytes=lane_bytes)
-        name.unlink()
+        arena = Arena.shared(shapes, lane_bytes=lane_bytes)
     else:
         arena = Arena(shapes, lane_bytes=lane_bytes)
     index = EpisodeIndex(LANES * STEPS, LANES, tables=arena.arrays)

@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._is_fresh = arguments.flag("fresh", fresh)
         self._directory: Directory | None = None
         self._raw: np.ndarray | None = None
+        # Of rows in memory.
+        self._arena: Arena | None = None
+        self._is_shared = False
         found = self._found()
         if found is None and max_size is None and path is not None:
             raise FileNotFoundError(f"{self.path} must hold a storage, or max_size be named.")
@@ -204,13 +208,38 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             self.episodes = self._new_index(layout.frames)
             self.rows = DeviceRows(layout, self.episodes, self.device)
         else:
-            index = self._new_index(layout.frames)
-            entries = index.num_envs * index.entries_per_lane, layout.entry_words
-            shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
-            arena = Arena(shapes, lane_bytes=index.entries_per_lane * layout.entry_words * 8)
-            self.episodes = self._new_index(layout.frames, arena.arrays)
-            self.rows = HostRows(layout, self.episodes, arena)
+            shapes, lane_bytes = self._shapes(layout)
+            self._take(layout, Arena(shapes, lane_bytes=lane_bytes))
         self.layout = layout
+
+    def _shapes(self, layout: Layout) -> tuple[dict[str, Any], int]:
+        """Returns the arrays of rows on the host, and the bytes of a lane's entries."""
+        index = self._new_index(layout.frames)
+        entries = index.num_envs * index.entries_per_lane, layout.entry_words
+        shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
+        return shapes, index.entries_per_lane * layout.entry_words * 8
+
+    def _take(self, layout: Layout, arena: Arena) -> None:
+        self.episodes = self._new_index(layout.frames, arena.arrays)
+        self.rows, self._arena = HostRows(layout, self.episodes, arena), arena
+
+    def share(self) -> None:
+        """Moves the rows to memory that other processes share.
+
+        Raises:
+            RuntimeError: they are on a GPU or in a directory, or their fields are not known.
+        """
+        before, layout = self._arena, self.layout
+        if before is None:
+            raise RuntimeError(
+                "rows are shared in memory, once their fields are known: pass fields=, or write first."
+            )
+        shapes, lane_bytes = self._shapes(layout)
+        shapes["priorities"] = np.float32, (self.max_size,)
+        arena = Arena.shared(shapes, lane_bytes=lane_bytes)
+        arena.take({**before.arrays, "priorities": self.priorities})
+        self._take(layout, arena)
+        self._raw, self._is_shared = arena.arrays["priorities"], True
 
     def _new_directory(self, layout: Layout) -> Directory:
         if self._directory is not None:  # without rows
@@ -492,15 +521,24 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             self._directory.validate()
 
     def __getstate__(self) -> State:
-        """Returns what makes a copy of the storage, with rows of its own."""
-        state = {**Storage.__getstate__(self), "saved": self.state()}
-        own = ("episodes", "rows", "layout", "_raw")
+        """Returns what makes a copy with rows of its own, or for a spawned process shared ones."""
+        state = Storage.__getstate__(self)
+        if self._is_shared and get_spawning_popen() is not None:
+            own: tuple[str, ...] = ("episodes", "rows", "_raw")
+        else:
+            own = ("episodes", "rows", "_raw", "layout", "_arena", "_is_shared")
+            state = {**state, "saved": self.state()}
         return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:
-        saved = state.pop("saved")
+        saved = state.pop("saved", None)
         Storage.__setstate__(self, state)
+        if saved is None:
+            self._take(self.layout, self._arena)  # type: ignore[arg-type]
+            self._raw = self._arena.arrays["priorities"]  # type: ignore[union-attr]
+            return
         self.episodes, self.rows, self.layout, self._raw = self._new_index(1), None, None, None
+        self._arena, self._is_shared = None, False
         self.parsed(saved)()
 
     # As TorchRL's buffers ask

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -868,7 +869,9 @@ class ReplayStorage(
         """Returns what makes a copy of the storage, with rows of its own."""
         with self._ahead.paused(), self._replay_lock, self._write_lock:
             state = {**self.__dict__, "rest": rest_of(self), "prefetch": self._ahead.number}
-        own = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng", "_write_lock", "shared")
+        own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
+        if get_spawning_popen() is None:  # A copy is not shared.
+            own += ("_write_lock", "shared")
         return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:

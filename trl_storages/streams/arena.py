@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,8 @@ _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
 # An array that is given back in pieces has at least so many, so that less than a thirtieth is wasted.
 _PIECES = 64
+# So many elements are copied at once.
+_CHUNK = 1 << 16
 _POPULATE = 23  # MADV_POPULATE_WRITE
 _NO_RESERVE = 0x4000 if GIVES_BACK else 0  # MAP_NORESERVE: room for many entries is never all taken
 
@@ -60,6 +61,7 @@ class Arena:
         lazy: Sequence[str] | None = None,
     ) -> None:
         self.piece, starts, self.num_bytes = _placed(shapes, lane_bytes)
+        self._opened_by: tuple[Any, int] | None = None
         align, self._is_file = self.piece, file is not None
         if file is not None:
             self._file = os.dup(file)
@@ -106,14 +108,44 @@ class Arena:
     @classmethod
     def shared(
         cls, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], *, lane_bytes: int = 0
-    ) -> tuple[Arena, Path]:
-        """Returns an arena that other processes open by the name of its file, and that name."""
-        where = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        file, name = tempfile.mkstemp(prefix="trl_storages-", dir=where)
+    ) -> Arena:
+        """Returns an arena whose memory forked processes share; it is pickled for spawned ones."""
+        if GIVES_BACK:
+            file = os.memfd_create("trl_storages")
+        else:
+            file, name = tempfile.mkstemp(prefix="trl_storages-")
+            os.unlink(name)
         try:
-            return cls(shapes, lane_bytes=lane_bytes, file=file), Path(name)
+            arena = cls(shapes, lane_bytes=lane_bytes, file=file)
         finally:
             os.close(file)
+        arena._opened_by = dict(shapes), lane_bytes
+        return arena
+
+    @classmethod
+    def _open(cls, shapes: Any, lane_bytes: int, name: str) -> Arena:
+        file = os.open(name, os.O_RDWR)
+        try:
+            arena = cls(shapes, lane_bytes=lane_bytes, file=file)
+        finally:
+            os.close(file)
+        arena._opened_by = shapes, lane_bytes
+        return arena
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._opened_by is None or not GIVES_BACK:
+            raise TypeError("memory can't be pickled unless it is shared, on Linux: fork instead.")
+        # Whoever opens it does so while this process lives.
+        return self._open, (*self._opened_by, f"/proc/{os.getpid()}/fd/{self._file}")
+
+    def take(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copies arrays of the same names, but for what is zero, which takes no memory."""
+        for name, array in arrays.items():
+            to, source = self.arrays[name].reshape(-1), array.reshape(-1)
+            for start in range(0, len(source), _CHUNK):
+                part = source[start : start + _CHUNK]
+                if part.any():
+                    to[start : start + _CHUNK] = part
 
     def reserve(self, name: str, first: int, end: int) -> None:
         """Reserves room on the disk for bytes `first` to `end` of an array in a file.

@@ -5,7 +5,9 @@ Letters: E lanes (environments), L of them that are written, T steps of each, N 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from trl_storages.index.naming import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.stock_parts import refuse_stock
+from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
 from trl_storages.writing.checks import checked_fields, end_flags, num_steps_of
@@ -31,6 +34,9 @@ __all__ = ["EpisodeWriter"]
 _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
 )
+
+# What is known of each lane.
+_OF_LANES = ("trajectory", "written_at", "process")
 
 
 class _Places(NamedTuple):
@@ -76,17 +82,55 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.traj_key = arguments.key("traj_key", traj_key)
         self.keys = None if keys is None else arguments.keys("keys", keys)
         self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
-        self._write_count = 0
-        # Of each lane the number of its last trajectory, and the write count at its last write.
-        self._trajectory, self._written_at = np.zeros(E, np.int64), np.zeros(E, np.int64)
+        self._shared: Arena | None = None
+        self._take({name: np.zeros(*shape) for name, shape in self._shapes().items()})
         # Lanes that were not written since they were loaded: who goes on there may be another.
         self._is_resumed = np.zeros(E, bool)
         self._warned_of_gaps = self._warned_of_lost = False
 
+    def _shapes(self) -> dict[str, Any]:
+        shapes = {"count": ((1,), np.int64)}
+        return {**shapes, **dict.fromkeys(_OF_LANES, ((self.num_envs,), np.int64))}
+
+    def _take(self, notes: Mapping[str, np.ndarray]) -> None:
+        # How many rows were written; of each lane the number of its last trajectory, the count at its
+        # last write, and by which process it was written, if several write.
+        self._notes = notes
+        self._count = notes["count"]
+        self._trajectory, self._written_at, self._process = (notes[name] for name in _OF_LANES)
+
     @property
     def write_count(self) -> int:
         """How many rows were ever written."""
-        return self._write_count
+        return int(self._count[0])
+
+    @property
+    def _write_count(self) -> int:
+        return int(self._count[0])
+
+    @_write_count.setter
+    def _write_count(self, count: int) -> None:
+        self._count[0] = count
+
+    def share(self) -> None:
+        """Counts in memory that other processes share, and cuts lanes where the process changes."""
+        self._process[:] = os.getpid()
+        arena = Arena.shared({name: shape[::-1] for name, shape in self._shapes().items()})
+        arena.take(self._notes)
+        self._shared = arena
+        self._take(arena.arrays)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**super().__getstate__(), "_notes": None}
+        if get_spawning_popen() is None or self._shared is None:
+            notes = {name: array.copy() for name, array in self._notes.items()}
+            state = {**state, "_notes": notes, "_shared": None}
+        own = ("_count", "_trajectory", "_written_at", "_process")
+        return {name: state[name] for name in state if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take(self._notes or self._shared.arrays)  # type: ignore[union-attr]
 
     def register_storage(self, storage: PackedStorage) -> None:
         """Divides a storage into lanes, to write there.
@@ -261,6 +305,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage = self._storage
         if storage.layout is None:
             storage.lay_out(layout)
+        if self._shared is not None:
+            block = self._cut_from_others(block)
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
         self._write_count += len(slots)
         self._written_at[block.which] = self._write_count
@@ -273,6 +319,13 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             )
         self._is_resumed[block.which] = False
         return slots
+
+    def _cut_from_others(self, block: Block) -> Block:
+        """Cuts lanes that another process has written: its environments are others."""
+        cut, own = block.cut.copy(), os.getpid()
+        cut[block.offsets[:-1][self._process[block.which] != own]] = True
+        self._process[block.which] = own
+        return block._replace(cut=cut)
 
     # As TorchRL's buffers ask
 
