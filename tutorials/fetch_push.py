@@ -82,7 +82,7 @@ def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
 
 
 def play(envs: VectorEnv, agent: Agent, storage: HERReplayStorage, first: int, seed: int) -> None:
-    """Plays a round, whose rows begin at slot `first`."""
+    """Plays a round, before which there are `first` rows."""
     ways = np.zeros(NUM_ENVS)
     for number, step in enumerate(episodes(envs, agent, seed, explore=True)):
         # The first steps of an interrupted round are already stored.
@@ -90,8 +90,11 @@ def play(envs: VectorEnv, agent: Agent, storage: HERReplayStorage, first: int, s
             storage.record(*step)
         ways += np.linalg.norm(step[-1]["achieved_goal"] - step[0]["achieved_goal"], axis=-1)
     # At first most blocks are never touched, and those episodes teach little.
-    priorities = torch.from_numpy(ways).clamp(*WAYS).repeat(EPISODE_STEPS)
-    storage.update_priority(torch.arange(first, first + len(priorities)), priorities)
+    priorities = torch.from_numpy(ways).clamp(*WAYS).unsqueeze(1).expand(-1, EPISODE_STEPS)
+    # Slots are lane by lane.
+    lanes = torch.arange(NUM_ENVS).unsqueeze(1) * (storage.episodes.capacity // NUM_ENVS)
+    slots = lanes + first // NUM_ENVS + torch.arange(EPISODE_STEPS)
+    storage.update_priority(slots.flatten(), priorities.flatten())
 
 
 def train(steps: int, seed: int, path: Path) -> dict[str, Any]:
