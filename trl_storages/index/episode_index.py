@@ -26,7 +26,7 @@ _LEAST_SLACK = 64
 
 
 class Seen(NamedTuple):
-    """What somebody has seen of an index: its epoch, and the words of its lanes."""
+    """A snapshot of which steps were live, for `EpisodeIndex.since` to compare with."""
 
     epoch: int
     words: bytes
@@ -38,7 +38,10 @@ class Seen(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What has changed since: first the slots that are gone, then those that are new count."""
+    """What has changed since a snapshot, as slots.
+
+    A slot that was taken by another step is in both: go through `gone` before `new`.
+    """
 
     gone: np.ndarray
     new: np.ndarray
@@ -47,12 +50,15 @@ class Changes(NamedTuple):
 class EpisodeIndex:
     """Knows for every slot which step of which episode it holds, and where its entry is.
 
-    Step s of lane e is in slot `e T + s mod T`. Of a lane the steps from its tail to its cursor are live;
-    these two words are its whole state. An episode ends where `done` is true, and is cut where the next
-    step of its lane does not belong to it. A cut or a running episode is a correct, shorter stretch.
+    The steps of a lane are numbered from 0 as they are written. Step s of lane e is in *slot*
+    `e T + s mod T`, which is what samplers draw, and its observation and values are in an *entry*, which
+    is what rows are read from. A lane's *cursor* is the number of its next step, its *tail* that of its
+    oldest live one: these two words are its whole state. An episode ends where `done` is true, and is cut
+    where the next step of its lane does not belong to it. A cut or a running episode is a correct,
+    shorter one.
 
-    What is written counts once its cursor is stored: every answer is about published steps. Nobody is
-    told of new rows; who needs to know asks `since`.
+    A write counts once its cursor is stored: every answer is about such steps. Nobody is told of new
+    rows; who needs to know asks `since`.
 
     Args:
         capacity: the number of rows, rounded down to a multiple of `num_envs`.
@@ -89,28 +95,33 @@ class EpisodeIndex:
         enough = (stack + 1) * (self.steps_per_lane + slack)
         #: M.
         self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
-        # Half of the entries, as the other half holds the last published step.
+        # A block takes at most k entries, and k + 1 more for each step. It lies behind the last step or,
+        # where there is no room for it, at the lane's beginning: there it does not touch that step, as
+        # long as it takes half of the entries at most.
         fitting = ((self.entries_per_lane - stack) // 2 - stack) // (stack + 1)
         if fitting < 1:
             raise ValueError(
                 f"max_entries must be at least {num_envs * (5 * stack + 2)}, got {max_entries}."
             )
-        #: How many steps of a lane may be written at once: its last published step stays, whatever
-        #: becomes of the write, and with enough entries no step gives way before its time.
+        #: How many steps of a lane may be written at once: few enough that its last step stays, whatever
+        #: becomes of the write, and that with enough entries no step is evicted early.
         self.most_steps = min(self.steps_per_lane // 2, slack - 1, fitting)
         if tables is None:
             tables = {
                 name: np.zeros(shape, dtype) for name, (dtype, shape) in self.table_shapes().items()
             }
-        self._lanes, self._spans, self._epoch = tables["lanes"], tables["spans"], tables["epoch"]
+        self._lanes, self._epoch = tables["lanes"], tables["epoch"]
         #: What `kernels.streams` calls an index.
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
             *(self.steps_per_lane, self.entries_per_lane, stack),
         )
+        #: Of each slot its entry, the number of its episode modulo T + 1, and how it ends.
         self.where: np.ndarray = tables["where"]
         self.episode: np.ndarray = tables["episode"]
         self.ends: np.ndarray = tables["ends"]
+        #: The first and the last step of each episode, by lane and number.
+        self.spans: np.ndarray = tables["spans"]
         #: `[E]` steps ever written, and the oldest live step of each lane.
         self.cursors: np.ndarray = self._lanes[:, CURSOR]
         self.tails: np.ndarray = self._lanes[:, TAIL]
@@ -178,7 +189,7 @@ class EpisodeIndex:
         self.ends[self.newest_slots()[is_open]] = CUT
 
     def empty(self, keep_steps: int = 0) -> None:
-        """Lets all steps give way but the last `keep_steps` of each lane; with 0 it begins anew."""
+        """Evicts all steps but the last `keep_steps` of each lane; with 0 it begins anew."""
         if keep_steps:
             np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
             return
@@ -217,14 +228,14 @@ class EpisodeIndex:
         firsts = steps[is_first]
         self.where[slots] = places + lane * self.entries_per_lane
         self.episode[slots], self.ends[slots] = is_first.cumsum() - 1, ends
-        spans = self._spans[lane]
+        spans = self.spans[lane]
         spans[: len(firsts), FIRST] = firsts
         spans[: len(firsts), LAST] = np.append(firsts[1:], steps[-1] + 1) - 1
         spans[0, FIRST] = first
         self._lanes[lane] = steps[-1] + 1, tail
 
     def let_go(self) -> None:
-        """Lets all steps give way; those that come have other numbers."""
+        """Evicts all steps, but goes on counting: those that come have other numbers."""
         self.end_episodes()
         self.tails[:] = self.cursors
         self._epoch += 1
@@ -278,20 +289,16 @@ class EpisodeIndex:
             raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
 
     def bounds(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns where the episode and the lane of each row begin and end.
+        """Returns how far it is from each row to where its episode and its lane begin and end.
 
         Returns:
-            `[B, 4]` int64, the number of the step less that of the row, of the first step of its episode,
-            which may be evicted, of the last one so far, and of the oldest and the newest live step of
-            its lane.
+            `[B, 4]` int64 steps, negative ones back: to the first step of its episode, which may be
+            evicted, to the last one so far, and to the oldest and the newest live step of its lane.
         """
         return torch.from_numpy(draws.bounds(self.tables, slots.numpy()))
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns how many rows of its episode come after each row, `[B]` int64.
-
-        >>> # of a row that ends its episode, and of the newest row, 0
-        """
+        """Returns how many rows of its episode come after each row, `[B]` int64: of the last one 0."""
         return self.bounds(slots)[:, 1]
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ __all__ = ["check"]
 
 def check(index: EpisodeIndex) -> None:
     """Raises a RuntimeError if the tables of an index contradict one another."""
-    T, M, spans = index.steps_per_lane, index.entries_per_lane, index.tables[3]
+    T, M, spans = index.steps_per_lane, index.entries_per_lane, index.spans
     for lane in range(index.num_envs):
         tail, cursor = int(index.tails[lane]), int(index.cursors[lane])
         steps = np.arange(tail, cursor)

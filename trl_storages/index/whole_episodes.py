@@ -35,7 +35,7 @@ def _look_up(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns the first surviving step, the last step, and whether episodes are finished and whole."""
     T = index.steps_per_lane
-    span = index.tables[3][lanes, numbers % (T + 1)]
+    span = index.spans[lanes, numbers % (T + 1)]
     first = np.maximum(span[:, FIRST], index.tails[lanes])
     last = np.minimum(span[:, LAST], index.cursors[lanes] - 1)
     finished = index.ends[lanes * T + last % T] == DONE

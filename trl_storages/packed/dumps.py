@@ -126,7 +126,7 @@ def _lane(index: EpisodeIndex, rows: Any, priorities: np.ndarray | None, lane: i
     cursor = int(steps[-1]) + 1 if len(steps) else 0
     slots = lane * index.steps_per_lane + steps % index.steps_per_lane
     where, ends = index.where[slots], index.ends[slots]
-    firsts = index.tables[3][lane, index.episode[slots], FIRST]
+    firsts = index.spans[lane, index.episode[slots], FIRST]
     entries, places = [], []
     length = 0
     # The stream may have come to the end of its lane, and gone on at the beginning.

@@ -95,7 +95,7 @@ class DeviceRows:
         return torch.from_numpy(slots), gaps
 
     def _tips(self, which: np.ndarray) -> np.ndarray:
-        """Returns the entries of `_ends` with which streams end; -1 if that is not known."""
+        """Returns where in `_ends` is what streams end with; -1 if that is not known."""
         k, cursors = self._layout.frames, self._index.cursors[which]
         is_known = (cursors > 0) & (self._ended_at[which] == cursors)
         return np.where(is_known, which * k + k - 1, -1)
@@ -139,6 +139,7 @@ class DeviceRows:
             differs.any(1), torch.where(goes_on, streams.AGAIN, streams.GAP), streams.SAME
         )
         lasts = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
+        # Two bits, and one each: so one copy to the host brings all.
         flags = how + 4 * block.done + 8 * block.cut
         both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
         kinds = both[:size]

@@ -38,17 +38,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Field:
-    """One value of a transition: where it lies in an entry, in bytes; of a stack, its newest frame.
-
-    What `is_next` is read from the observation of the entry after that of the step.
-    """
+    """One value of a transition, and where it lies in an entry."""
 
     key: NestedKey
     dtype: torch.dtype
     shape: torch.Size
     at: int
+    """Its first byte in an entry; of a stack, that of its newest frame."""
     stack: FrameStack | None = None
     is_next: bool = False
+    """Whether it is read from the observation of the entry after that of the step."""
 
     @cached_property
     def frame_shape(self) -> torch.Size:
