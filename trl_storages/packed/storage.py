@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -527,7 +528,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             own: tuple[str, ...] = ("episodes", "rows", "_raw")
         else:
             own = ("episodes", "rows", "_raw", "layout", "_arena", "_is_shared")
-            state = {**state, "saved": self.state()}
+            # As bytes: tensors that are sent to a spawned process must outlive this call.
+            state = {**state, "saved": pickle.dumps(self.state())}
         return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:
@@ -539,7 +541,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             return
         self.episodes, self.rows, self.layout, self._raw = self._new_index(1), None, None, None
         self._arena, self._is_shared = None, False
-        self.parsed(saved)()
+        self.parsed(pickle.loads(saved))()
 
     # As TorchRL's buffers ask
 

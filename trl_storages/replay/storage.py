@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -868,7 +869,9 @@ class ReplayStorage(
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
         with self._ahead.paused(), self._replay_lock, self._write_lock:
-            state = {**self.__dict__, "rest": rest_of(self), "prefetch": self._ahead.number}
+            # As bytes: tensors that are sent to a spawned process must outlive this call.
+            rest = pickle.dumps(rest_of(self))
+            state = {**self.__dict__, "rest": rest, "prefetch": self._ahead.number}
         own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
         if get_spawning_popen() is None:  # A copy is not shared.
             own += ("_write_lock", "shared")
@@ -879,7 +882,7 @@ class ReplayStorage(
         self.__dict__.update(state)
         self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
         self._ahead = Ahead(self._draw_ahead, prefetch)
-        parsed_rest(self, rest)()
+        parsed_rest(self, pickle.loads(rest))()
 
     # Inspection
 
