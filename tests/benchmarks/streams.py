@@ -97,14 +97,13 @@ def gathers(made: Streams, size: int) -> dict[str, Turn]:
 
 def hindsight(made: Streams, size: int) -> dict[str, Turn]:
     """Returns a gather, one of drawn rows of which four in five get goals of later rows, and a batch."""
-    index, layout = made.index, made.layout
+    index = made.index
     noise = torch.empty(2, size, dtype=torch.int64)
     slots, goals = np.empty(size, np.int64), np.empty(size, np.int64)
     kinds = np.where(np.arange(size) % 5, draws.GOAL_KINDS["future"], 0).astype(np.uint8)
     relabelled, steps, random = kinds > 0, np.empty(0), noise.numpy()
     mask = torch.from_numpy(relabelled)
-    keys = ("next", "achieved_goal"), "desired_goal", ("next", "desired_goal")
-    achieved, *desired = map(layout.field, keys)
+    achieved, desired = ("next", "achieved_goal"), ("desired_goal", ("next", "desired_goal"))
 
     def gather() -> torch.Tensor:
         where = torch.from_numpy(index.where[slots])

@@ -13,20 +13,18 @@ from tensordict import NestedKey, TensorDictBase, unravel_key
 
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.streams.device_rows import sent, sent_together
-from trl_storages.streams.layout import Field, nest
+from trl_storages.streams.layout import nest
 
 __all__ = ["RowView", "Window"]
 
 
 class _Pasted(NamedTuple):
-    """A field of other rows that takes the place of some targets."""
+    """A field of other rows, at `places`, that takes the place of some targets where `mask` says so."""
 
-    field: Field
+    key: NestedKey
     places: torch.Tensor
     mask: torch.Tensor
-    targets: Sequence[NestedKey]
-    fields: Sequence[Field] | None
-    """Of the targets, if they are alike; else None."""
+    targets: tuple[NestedKey, ...]
     default: NestedKey | None
 
 
@@ -69,8 +67,7 @@ class RowView:
         self._fetched: dict[NestedKey, torch.Tensor] = {}
         self._pasted: list[_Pasted] = []
         # Where the rows are, and those whose next observations they have; and the rows, once gathered.
-        self._places: torch.Tensor | None = None
-        self._last: torch.Tensor | None = None
+        self._places = self._last = self._places_of(slots)
         self._block: torch.Tensor | None = None
         self._is_batch = drawn is not None
         self._batch: TensorDictBase | None = None
@@ -127,22 +124,15 @@ class RowView:
         """Returns a field that was not fetched yet; of a batch, all are fetched at once."""
         if key in self._set:
             return self._set[key]
+        storage = self._storage
         if not self._is_batch:
-            self._fetched[key] = self._storage.rows.take(key, self._own_places())
-        elif self._block is None:
-            self._storage.layout.field(key)
+            found = self._fetched[key] = storage.rows.take(key, self._places)
+            return found
+        if self._block is None:
             self._gather()
-        found = self._fetched.get(key)
-        if found is None:
-            self._storage.layout.field(key)  # raises
-            raise KeyError(key)
-        return found
-
-    def _own_places(self) -> torch.Tensor:
-        """Returns the entries of these rows, `[*B]` on their device."""
-        if self._places is None:
-            self._places = self._places_of(self.slots)
-        return self._places
+        if key not in self._fetched:
+            storage.layout.field(key)  # raises, with the fields that there are
+        return self._fetched[key]
 
     def _places_of(self, slots: torch.Tensor) -> torch.Tensor:
         places = self.episodes.places(slots)
@@ -151,8 +141,7 @@ class RowView:
     def _gather(self) -> None:
         """Gathers whole rows, with what is to be pasted into them."""
         storage = self._storage
-        places = self._own_places()
-        self._block = storage.rows.gather(places, places if self._last is None else self._last)
+        self._block = storage.rows.gather(self._places, self._last)
         self._fetched = storage.layout.views(self._block)
         for pasted in self._pasted:
             self._paste(pasted)
@@ -218,7 +207,7 @@ class RowView:
         """
         if self.window is None:
             raise RuntimeError("there must be a window to follow: widen first.")
-        self._follow(self.window._own_places().gather(0, at.unsqueeze(0)).squeeze(0))
+        self._follow(self.window._places.gather(0, at.unsqueeze(0)).squeeze(0))
 
     def _follow(self, places: torch.Tensor) -> None:
         for key in self._set:
@@ -257,41 +246,31 @@ class RowView:
             raise RuntimeError(
                 "goals must be written before transforms of TorchRL's: put these behind."
             )
-        layout = self._storage.layout
         self.read.append(slots)
-        fields = layout.alike(key, targets)
-        pasted = _Pasted(
-            *(layout.field(key), self._places_of(slots), mask, targets, fields, default)
-        )
+        pasted = _Pasted(key, self._places_of(slots), mask, tuple(targets), default)
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
         if self._block is not None:
             self._paste(pasted)
-        elif fields is None:
-            self._gather()
 
     def _paste(self, pasted: _Pasted) -> None:
-        field, places, mask, targets, fields, default = pasted
+        """Pastes into gathered rows, or beside them what does not fit into their fields."""
+        key, places, mask, targets, default = pasted
         rows = self._storage.rows
-        if fields is not None:
-            rows.paste(self._block, field, places, mask, fields)
+        if rows.paste(self._block, key, places, mask, targets):
             return
-        values = rows.take(field.key, places)
-        chosen = sent(mask, self.device).view(-1, *(1 for _ in field.shape))
+        values = rows.take(key, places)
+        chosen = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
         for target in targets:
-            before = self._fetched.get(target)
-            if before is None and default is not None:
-                before = self._fetched.get(default)
-            if before is None:
-                raise KeyError(f"the rows must have {default or target!r}, they have none.")
+            before = self._fetch(target if target in self._fetched else default or target)
             if values.is_floating_point() and not before.is_floating_point():
                 raise TypeError(
-                    f"{target!r} must be floating as {field.key!r} is, got {before.dtype}: values would "
-                    "be truncated."
+                    f"{target!r} must be floating as {key!r} is, got {before.dtype}: values would be "
+                    "truncated."
                 )
             if values.shape != before.shape:
                 raise ValueError(
-                    f"{field.key!r} must have the shape of {target!r}, {[*before.shape[1:]]}, got "
+                    f"{key!r} must have the shape of {target!r}, {[*before.shape[1:]]}, got "
                     f"{[*values.shape[1:]]}."
                 )
             self._fetched[target] = torch.where(chosen, values.to(before.dtype), before)

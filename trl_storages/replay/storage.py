@@ -569,9 +569,10 @@ class ReplayStorage(
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        flow = self._current_flow()
-        draw = partial(flow.draw, self._storage, batch_size)
-        return undisturbed(self._storage, draw, flow.num_steps)
+        flow, storage = self._current_flow(), self._storage
+        if storage.writes:
+            return flow.draw(storage, batch_size)[:2]
+        return undisturbed(storage, partial(flow.draw, storage, batch_size), flow.num_steps)
 
     def _current_flow(self) -> Flow:
         flow = self._flow

@@ -141,7 +141,9 @@ class HERSampler(WrappingSampler):
         """Which goal of the batch is drawn."""
         return self._goal_key
 
-    def sample(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw(
+        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
+    ) -> Drawn:
         """Draws transitions and their goal rows.
 
         Returns:
@@ -150,7 +152,7 @@ class HERSampler(WrappingSampler):
             named after it.
 
         Raises:
-            RuntimeError: the storage is empty, or that of another buffer than a `ReplayStorage`.
+            RuntimeError: it is the storage of another buffer than a `ReplayStorage`.
         """
         if not storage.is_replayed:
             raise RuntimeError(
@@ -158,12 +160,6 @@ class HERSampler(WrappingSampler):
                 "buffer, which hands them to none: use ReplayStorage(storage=..., "
                 "sampler=HERSampler(), transform=GoalRelabel(reward_fn))."
             )
-        return super().sample(storage, batch_size)
-
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
-        """Draws the base's slots, and a goal row for each."""
         slots, info = self._base.draw(storage, noise[1:], window)
         own, strategy = noise[0], self.strategy
         mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)

@@ -233,14 +233,21 @@ class DeviceRows:
     def paste(
         self,
         rows: torch.Tensor,
-        field: Field,
+        key: NestedKey,
         places: torch.Tensor,
         mask: torch.Tensor,
-        targets: Sequence[Field],
-    ) -> None:
-        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`."""
+        targets: tuple[NestedKey, ...],
+    ) -> bool:
+        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`.
+
+        Returns:
+            False if their dtypes or shapes differ: then nothing was done.
+        """
+        if self._layout.alike(key, targets) is None:
+            return False
         mask = sent(mask, self.device)
-        self._layout.fill_where(mask, targets, rows, self.take(field.key, places))
+        self._layout.fill_where(mask, targets, rows, self.take(key, places))
+        return True
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`."""

@@ -6,7 +6,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class HostRows:
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         self._found: dict[NestedKey, _Elements] = {}
+        # Where fields that are pasted begin in a row; None if they do not fit.
+        self._firsts: dict[tuple[NestedKey, tuple[NestedKey, ...]], Any] = {}
         self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
         entry_bytes = layout.entry_words * 8
@@ -214,28 +216,39 @@ class HostRows:
     def paste(
         self,
         rows: torch.Tensor,
-        field: Field,
+        key: NestedKey,
         places: torch.Tensor,
         mask: torch.Tensor,
-        targets: Sequence[Field],
-    ) -> None:
+        targets: tuple[NestedKey, ...],
+    ) -> bool:
         """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`.
 
         Args:
             rows: as `gather` returned them.
-            field: which is copied.
+            key: of the field that is copied.
             places: from where.
             mask: `[B]` bool, to which rows.
-            targets: fields of the same dtype and shape.
+            targets: keys of fields of the same dtype and shape.
+
+        Returns:
+            False if there are no such fields: then nothing was done.
         """
+        field, elements, start, size = self._found.get(key) or self._elements(key)
+        if (key, targets) not in self._firsts:
+            fields = self._layout.alike(key, targets)
+            self._firsts[key, targets] = fields and np.array(
+                [self._layout.row_byte(it) // elements.itemsize for it in fields]
+            )
+        firsts = self._firsts[key, targets]
+        if firsts is None:
+            return False
         if field.stack is not None:
-            self._layout.fill_where(mask, targets, rows, self.take(field.key, places))
-            return
-        _, elements, start, size = self._found.get(field.key) or self._elements(field.key)
+            self._layout.fill_where(mask, targets, rows, self.take(key, places))
+            return True
         at = places.numpy() + 1 if field.is_next else places.numpy()
         words = rows.numpy().view(elements.dtype)
-        firsts = np.array([self._layout.row_byte(it) // elements.itemsize for it in targets])
         streams.paste(elements, at, start, mask.numpy(), words, firsts, size)
+        return True
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`.

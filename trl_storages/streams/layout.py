@@ -140,7 +140,8 @@ class Layout:
             *(after[keys.next_key(key)] for key in placed if key in seen),
         )
         self._by_key = {field.key: field for field in self.fields}
-        self._views = _Views(self)
+        #: Returns each field of rows, `[*B, row_words]` int64, as a view `[*B, *shape]`.
+        self.views = _Views(self)
 
     def _check_dtypes(self) -> None:
         if not self.described:
@@ -206,9 +207,8 @@ class Layout:
         """Returns the fields of other keys if all are fields of the dtype and shape of `key`'s."""
         one = self.field(key)
         found = [it for it in map(self._by_key.get, others) if it is not None]
-        for it in found:
-            if it.dtype is not one.dtype or it.shape != one.shape:
-                return None
+        if any(it.dtype is not one.dtype or it.shape != one.shape for it in found):
+            return None
         return found if len(found) == len(others) else None
 
     def is_step(self, field: Field) -> bool:
@@ -221,10 +221,6 @@ class Layout:
         return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
 
     # Views
-
-    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Returns each field of rows, `[*B, row_words]` int64, as a view `[*B, *shape]`."""
-        return self._views(rows)
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:
         """Returns rows `[*B, row_words]` as a TensorDict of batch size B that shares their memory."""
@@ -248,12 +244,16 @@ class Layout:
             self.frames_of(field, rows).copy_(field.stack.frames(values, field.shape))
 
     def fill_where(
-        self, mask: torch.Tensor, targets: Sequence[Field], rows: torch.Tensor, values: torch.Tensor
+        self,
+        mask: torch.Tensor,
+        targets: Sequence[NestedKey],
+        rows: torch.Tensor,
+        values: torch.Tensor,
     ) -> None:
         """Copies values `[B, *shape]` into fields of some of the rows, `mask` `[B]` bool."""
         views, chosen = self.views(rows), mask.view(-1, *(1 for _ in values.shape[1:]))
-        for field in targets:
-            self.fill(field.key, rows, torch.where(chosen, values, views[field.key]))
+        for key in targets:
+            self.fill(key, rows, torch.where(chosen, values, views[key]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self.fields, self.nested) == (
