@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from contract.in_pairs import in_pairs
 from contract.make import library, make_of
 from gymnasium import spaces
-from in_pairs import in_pairs
 from tensordict import TensorDict
 
 FRAMES = 3
@@ -60,8 +60,7 @@ class Loop:
         infos = {"final_obs": final, "_final_obs": ends} if self.mode == "SameStep" else {}
         step = before, np.zeros(self.num_envs, np.int64), rewards, ends, ends & False
         after = np.stack(self.frames)
-        if self.num_envs == 1:
-            infos = {"final_obs": final[0]} if infos and ends[0] else {}
+        if self.num_envs == 1 and self.mode != "SameStep":
             step, after = tuple(it[0] for it in step), after[0]
         storage.record(*step, infos, after)
         if self.mode in ("Disabled", None):
@@ -104,7 +103,7 @@ def check(storage, before, loop):
     """Checks that a storage holds the transitions of the loops, and that episodes begin where they do."""
     storage.validate()
     index, rows = storage.episodes, storage[:]
-    slots = index.slots_by_age(torch.arange(len(index)).flip(0))
+    slots = index.slots_by_age()
     begins = index.behind(slots) == 0
     for lane in range(index.num_envs):
         made = before[lane] + (loop.made[lane] if loop.made is not before else [])
@@ -164,7 +163,7 @@ def collected(number, num_steps, num_envs, done=False):
 )
 def test_a_collector_after_a_resume(way, num_envs, is_flat, is_new, on_gap, tmp_path):
     def again(path):
-        storage = library.PackedStorage(60, scratch_dir=path)
+        storage = library.PackedStorage(60, path=path)
         writer = library.EpisodeWriter(num_envs, on_gap=on_gap)
         return library.ReplayStorage(storage=storage, writer=writer)
 

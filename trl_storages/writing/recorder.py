@@ -127,8 +127,10 @@ class Recorder:
 
     def remember(self) -> None:
         """Remembers, once a step is written, which environments it ended."""
-        if self.autoreset_mode is _NEXT_STEP and self._staging is not None:
-            self._ended = self._staging.done & ~self._ended
+        if self.autoreset_mode is _NEXT_STEP:
+            # Without a step so far, as after a load, all were only reset.
+            done = self._none if self._staging is None else self._staging.done
+            self._ended = done & ~self._ended
 
     def reset(self, lanes: Lanes = None) -> None:
         """Forgets which environments ended, after a manual `reset` of some, or of all."""

@@ -141,6 +141,7 @@ class Staging:
 
     def block(self, lanes: np.ndarray | None) -> Block:
         """Returns the step as a block, valid until the next step is put."""
+        self._cut[:] = False  # who writes the block marks gaps in it
         if lanes is None:
             return Block(self._lanes, self._offsets, self._words, self.done, self._cut)
         L = len(lanes)
