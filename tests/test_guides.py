@@ -55,7 +55,7 @@ def test_a_batch_has_a_goal_for_the_value_and_one_for_the_actor(guide):
     assert torch.equal(batch["next", "terminated"], is_there)
     assert torch.equal(batch["next", "reward"], is_there.float() - 1)
     # A fifth of the value's goals are the transitions' own outcomes, and few others come so near.
-    assert 80 <= (reached == goal).all(-1).sum() <= 140
+    assert 80 <= (reached == goal).all(-1).sum() <= 160
     assert not torch.equal(goal, batch["actor_goal"])
     outcomes = storage[:]["next", "achieved_goal"].tolist()
     assert all(one in outcomes for one in batch["actor_goal"].tolist())
