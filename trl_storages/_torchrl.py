@@ -5,8 +5,6 @@ the private attributes that subclasses here read or override, so that a breaking
 name, and not in a training run.
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
-- `set_entry`: sets a tensor known to fit, at a fifth of the cost of `set`.
-- `TensorGuards`: compares dtypes, shapes, strides and devices of several tensors in one call.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 - `RayClient`: what other processes call a storage in a Ray actor by.
 """
@@ -14,17 +12,14 @@ name, and not in a training run.
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
-from torch._C._dynamo.guards import TensorGuards
 from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient as RayClient
 
 __all__ = [
     "RayClient",
-    "TensorGuards",
     "dispatch_td_nn_modules",
     "new_tensordict",
-    "set_entry",
 ]
 
 
@@ -36,11 +31,3 @@ def new_tensordict(
     # Set directly: passing the device to the constructor makes it query torch for devices each time.
     data._device = device
     return data
-
-
-def set_entry(data: TensorDictBase, key: NestedKey, value: torch.Tensor) -> None:
-    """Sets a tensor that is known to fit the batch size and the device of `data`."""
-    if isinstance(key, str):
-        data._set_str(key, value, inplace=False, validated=True, non_blocking=False)
-    else:
-        data._set_tuple(key, value, inplace=False, validated=True, non_blocking=False)

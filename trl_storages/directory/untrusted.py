@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
-import mmap
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["MOST_BYTES", "NO_LINKS", "NO_RESERVE", "open_regular", "parse_json"]
+__all__ = ["MOST_BYTES", "NO_LINKS", "open_regular", "parse_json"]
 
 #: Flags of `os.open`: do not follow links, do not block.
 NO_LINKS = (
@@ -21,8 +19,6 @@ NO_LINKS = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
-#: For private mappings: without this flag the kernel reserves memory for a copy of the whole file.
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
