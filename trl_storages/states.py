@@ -20,8 +20,8 @@ __all__ = ["Adopt", "State", "array", "entries_of", "from_json", "nothing", "to_
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
-#: How tensors and numbers are written that JSON has not.
-_TENSOR, _NUMBER = "tensor", "number"
+#: How tensors, numbers and tuples are written that JSON has not.
+_TENSOR, _NUMBER, _TUPLE = "tensor", "number", "tuple"
 _DTYPES = {
     str(dtype): dtype
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
@@ -73,8 +73,10 @@ def to_json(state: Any) -> Any:
         return {_TENSOR: text, "dtype": str(values.dtype), "shape": [*values.shape]}
     if isinstance(state, Mapping):
         return {name: to_json(value) for name, value in state.items()}
-    if isinstance(state, list | tuple):
+    if isinstance(state, list):
         return [to_json(value) for value in state]
+    if isinstance(state, tuple):
+        return {_TUPLE: [to_json(value) for value in state]}
     if isinstance(state, float) and not math.isfinite(state):
         return {_NUMBER: str(state)}
     return state
@@ -98,6 +100,8 @@ def from_json(words: Any) -> Any:
             return values.view(_DTYPES[words["dtype"]]).reshape(words["shape"])
         if _NUMBER in words:
             return float(words[_NUMBER])
+        if _TUPLE in words:
+            return tuple(from_json(value) for value in words[_TUPLE])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"a saved tensor must be whole, got another: {error!s:.100}") from error
     return {name: from_json(value) for name, value in words.items()}

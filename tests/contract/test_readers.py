@@ -178,6 +178,7 @@ class TestOneAtATime:
     def test_it_writes_nothing(self, tmp_path):
         storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
         write_on(storage, Script(0), written, 5)
+        state = storage.state_dict()
         files = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
         reader = opened(tmp_path, STEPS, "prioritized", mode="r")
         batch = reader.sample()
@@ -185,7 +186,7 @@ class TestOneAtATime:
         for act in (
             lambda: write(reader, Script(1, 1000).block(0)),
             lambda: reader.update_tensordict_priority(batch),
-            lambda: reader.load_state_dict(storage.state_dict()),
+            lambda: reader.load_state_dict(state),
             reader.empty,
             reader.end_episodes,
         ):
