@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import gymnasium
 import pytest
-import torch
 from importlinter.cli import lint_imports
 from numba.core.caching import FunctionCache
 from tensordict import TensorDict
@@ -19,7 +18,6 @@ from torchrl.data import (
     RandomSampler,
     RayReplayBuffer,
     RoundRobinWriter,
-    SliceSampler,
     TensorDictReplayBuffer,
 )
 from torchrl.envs import CatTensors, Compose, GymWrapper
@@ -100,30 +98,18 @@ PRIVATE_ATTRIBUTES = {
     owner: names.split()
     for owner, names in {
         "ReplayBuffer": (
-            "_sample _replay_lock _write_lock _storage _sampler _writer _transform _sample_unit "
-            "_rng _collate_fn _consume_after_n_samples _batch_size _iterator _prefetch "
-            "_prefetch_cap _prefetch_queue _futures_lock _clear_prefetch_queue_locked "
-            "_capture_prefetch_state _start_distributed_service "
-            "_ServiceClass _getattr _setattr"
+            "_sample _replay_lock _write_lock _storage _sampler _writer _transform _rng _batch_size "
+            "_iterator _prefetch _ServiceClass"
         ),
-        "RayReplayBuffer": "_rb _service_cls",
-        "TensorStorage": (
-            "_storage _len _len_value _init _empty _rand_given_ndim _set_last_cursor "
-            "_last_cursor _last_cursor_index_value _mutation_revision_value _attached_entities_list "
-            "_bump_mutation_revision"
-        ),
-        "RoundRobinWriter": (
-            "_cursor _write_count _write_count_value _track_generations _storage _empty "
-            "_bump_generation _generation _mark_update_entities"
-        ),
-        "Sampler": "_rng _empty _remaining_batches",
-        "SliceSampler": "_fetch_traj",
+        "RayReplayBuffer": "_rb",
+        "TensorStorage": "_storage _empty _rand_given_ndim _attached_entities",
+        "RoundRobinWriter": "_write_count _storage _empty",
+        "Sampler": "_rng _empty",
         "CatTensors": "_del_keys",
         "FunctionCache": "_impl",
         "Compose": "_modules",
         "GymWrapper": "_env",
-        "TensorDict": "_device _tensordict",
-        "UntypedStorage": "_new_shared",
+        "TensorDict": "_device",
     }.items()
 }
 
@@ -135,15 +121,12 @@ OWNERS = {
         **dict.fromkeys(RayReplayBuffer.__init__.__code__.co_names)
     ),
     "TensorStorage": lambda buffer: buffer.storage,
-    "TensorStorageCheckpointer": lambda buffer: buffer.storage.checkpointer,
     "RoundRobinWriter": lambda buffer: buffer.writer,
     "Sampler": lambda buffer: buffer.sampler,
-    "SliceSampler": lambda _: SliceSampler(num_slices=1),
     "CatTensors": lambda _: CatTensors(["a", "b"], out_key="c"),
     "Compose": lambda _: Compose(),
     "FunctionCache": lambda _: FunctionCache(lint_imports),
     "TensorDict": lambda buffer: buffer[:],
-    "UntypedStorage": lambda _: torch.UntypedStorage,
     "GymWrapper": lambda _: GymWrapper(gymnasium.make("BitFlipping-v0", n_bits=2)),
 }
 
@@ -161,16 +144,9 @@ def test_private_names_exist(owner):
     ("method", "arguments"),
     [
         (TensorDict._new_unsafe, {"source", "batch_size", "nested"}),
-        (TensorDict._set_tuple, {"self", "key", "value", "inplace", "validated", "non_blocking"}),
-        (TensorDict._set_str, {"self", "key", "value", "inplace", "validated", "non_blocking"}),
-        (LazyTensorStorage._init, {"self", "data"}),
         (LazyTensorStorage._empty, {"self"}),
         (LazyTensorStorage._rand_given_ndim, {"self", "batch_size"}),
-        (LazyTensorStorage._set_last_cursor, {"self", "cursor"}),
-        (LazyTensorStorage._bump_mutation_revision, {"self"}),
         (RoundRobinWriter._empty, {"self", "empty_write_count"}),
-        (RoundRobinWriter._bump_generation, {"self", "index", "data"}),
-        (RoundRobinWriter._mark_update_entities, {"self", "index"}),
         (RandomSampler._empty, {"self"}),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
@@ -181,7 +157,7 @@ def test_private_methods_take_what_they_are_given(method, arguments):
 
 def test_every_private_name_of_others_is_listed():
     listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
-    listed |= {"_new_unsafe", "_set_str", "_set_tuple"}  # in `_torchrl.py`, by function
+    listed.add("_new_unsafe")  # in `_torchrl.py`
     named_tuple = {"_asdict", "_fields", "_replace"}  # public, in spite of the underscore
     used, own = {}, set()
     for path in PACKAGE.rglob("*.py"):

@@ -65,6 +65,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         keys: entries to store, the others are left out; None stores all.
         on_gap: "cut" begins an episode with a row whose observation is not, bit for bit, the next
             observation of the row before it, and warns once; "ignore" takes rows as they come.
+
+    >>> EpisodeWriter(num_envs=2)
+    EpisodeWriter(num_envs=2)
     """
 
     def __init__(
