@@ -129,7 +129,7 @@ def _parsed_part(part: Any, state: Any, *, reopened: bool) -> Adopt:
     values = entries_of(kind, parameters, names)
     trial = object.__new__(type(part))
     for name, value in zip(names, values, strict=True):
-        _parameter(part, name).__set__(trial, _tuples(value))
+        _parameter(part, name).__set__(trial, value)
     is_own = isinstance(part, OwnSampler | ReplayTransform)
     adopt_rest = part.parsed(state) if is_own else _parsed_other(part, state)
 
@@ -139,11 +139,6 @@ def _parsed_part(part: Any, state: Any, *, reopened: bool) -> Adopt:
         adopt_rest()
 
     return adopt
-
-
-def _tuples(value: Any) -> Any:
-    """Returns keys as they were: JSON has lists in place of tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _parameters(part: Any) -> list[str]:
