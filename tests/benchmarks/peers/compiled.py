@@ -9,6 +9,7 @@ Letters: N rows, E lanes, W words of 8 bytes a row, B batch, G goal size, n step
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 
@@ -26,9 +27,11 @@ from tests.benchmarks.data import (
 )
 from tests.benchmarks.peers.ours import goal_reward
 from tests.benchmarks.peers.raw import Raw
-from trl_storages.kernels.compile import inlined, loop, prefetch
+from trl_storages.kernels.compile import inlined, prefetch
 
 TITLE = "compiled function"
+# Kept as long as this file is as it was.
+loop = numba.njit(nogil=True, cache=True)
 FAN_OUT = 8
 # About as far as memory is away.
 SAMPLES_AHEAD = 6
