@@ -28,6 +28,7 @@ __all__ = [
     "shift",
     "slots_between",
     "steps_of",
+    "still_live",
     "window_of",
     "windows",
 ]
@@ -164,6 +165,19 @@ def steps_of(index: Any, slots: Any, out: Any) -> None:
         e = slots[i] // T if E > 1 else 0
         ahead = last_places[e] - (slots[i] - e * T)
         out[i] = lanes[e, CURSOR] - 1 - (ahead if ahead >= 0 else ahead + T)
+
+
+@loop
+def still_live(index: Any, slots: Any, steps: Any, kept: Any) -> int:
+    """Writes the places of those of `[B]` slots that hold these steps; returns how many there are."""
+    lanes, T = index[4], index[5]
+    E, count = len(lanes), 0
+    for i in range(len(slots)):
+        e = slots[i] // T if E > 1 else 0
+        if lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
+            kept[count] = i
+            count += 1
+    return count
 
 
 @loop

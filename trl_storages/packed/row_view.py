@@ -6,7 +6,7 @@ Letters: B batch, n rows of a window.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -15,7 +15,7 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.streams.device_rows import sent, sent_together
 from trl_storages.streams.layout import nest
 
-__all__ = ["RowView", "Window"]
+__all__ = ["RowView"]
 
 
 class _Pasted(NamedTuple):
@@ -45,7 +45,10 @@ class RowView:
         drawn: as given; `rows[key]` has these entries on the device of the rows.
         device: where entries are.
         episodes: which rows are in which episodes; it takes and returns tensors on the host.
-        window: the n rows from each one, while an `NStep` is to fold them; else None.
+        window: the n rows from each one, `[n, B]`, while an `NStep` is to fold them; else None. The last
+            row of an episode is repeated.
+        lengths: of a window, how many different rows there are, `[B]` int64 on the host.
+        changes: what the sampler drew and transforms set, key -> value.
         read: the slots of all rows that were read, of further ones too.
     """
 
@@ -57,17 +60,16 @@ class RowView:
     ) -> None:
         self._storage, self.slots, self.drawn = storage, slots, drawn or {}
         self.device, self.episodes = storage.device, storage.episodes
-        self.window: Window | None = None
+        self.window: RowView | None = None
+        self.lengths: Any = None
         self.read = [slots]
-        # What the sampler drew and transforms set, and what was fetched.
-        self._set: dict[NestedKey, torch.Tensor] = dict(self.drawn)
-        self._is_away = storage.device.type != "cpu"
-        if self._is_away and drawn:
-            self._set = sent_together(drawn, self.device)
+        self.changes: dict[NestedKey, torch.Tensor] = dict(self.drawn)
+        if drawn and self.device.type != "cpu":
+            self.changes = sent_together(drawn, self.device)
         self._fetched: dict[NestedKey, torch.Tensor] = {}
         self._pasted: list[_Pasted] = []
         # Where the rows are, and those whose next observations they have; and the rows, once gathered.
-        self._places = self._last = self._places_of(slots)
+        self._places = self._last = storage.rows.places(slots)
         self._block: torch.Tensor | None = None
         self._is_batch = drawn is not None
         self._batch: TensorDictBase | None = None
@@ -83,11 +85,7 @@ class RowView:
         key = unravel_key(key)
         if self._batch is not None:
             return key in self._batch.keys(True)
-        return key in self._set or key in self._fetched or key in self._storage.layout
-
-    def changes(self) -> list[NestedKey]:
-        """Returns which entries the sampler and transforms have set."""
-        return [*self._set]
+        return key in self.changes or key in self._fetched or key in self._storage.layout
 
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
         """Returns an entry, `[*B, ...]`.
@@ -97,7 +95,7 @@ class RowView:
         """
         if self._batch is not None:
             return self._batch[key]
-        found = self._set.get(key)
+        found = self.changes.get(key)
         if found is None:
             found = self._fetched.get(key)
         return self._fetch(unravel_key(key)) if found is None else found
@@ -118,12 +116,12 @@ class RowView:
         if self._batch is not None:
             self._batch[key] = value
         else:
-            self._set[unravel_key(key)] = value
+            self.changes[unravel_key(key)] = value
 
     def _fetch(self, key: NestedKey) -> torch.Tensor:
         """Returns a field that was not fetched yet; of a batch, all are fetched at once."""
-        if key in self._set:
-            return self._set[key]
+        if key in self.changes:
+            return self.changes[key]
         storage = self._storage
         if not self._is_batch:
             found = self._fetched[key] = storage.rows.take(key, self._places)
@@ -133,10 +131,6 @@ class RowView:
         if key not in self._fetched:
             storage.layout.field(key)  # raises, with the fields that there are
         return self._fetched[key]
-
-    def _places_of(self, slots: torch.Tensor) -> torch.Tensor:
-        places = self.episodes.places(slots)
-        return sent(places, self.device) if self._is_away else places
 
     def _gather(self) -> None:
         """Gathers whole rows, with what is to be pasted into them."""
@@ -179,10 +173,10 @@ class RowView:
                 "changed at any time."
             )
         slots, lengths = self.episodes.windows(self.slots, num_rows)
-        self.window = Window(self._storage, slots, lengths)
-        self.window.read = self.read
+        self.window = window = RowView(self._storage, slots)
+        window.lengths, window.read = lengths, self.read
         self.read.append(slots)
-        self._follow(self._places_of(slots[-1]))
+        self._last = window._places[-1]
 
     def follow(self, slots: torch.Tensor) -> None:
         """Takes what stands under `next` from other rows.
@@ -197,7 +191,7 @@ class RowView:
         if slots.shape != self.slots.shape:
             raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
         self.read.append(slots)
-        self._follow(self._places_of(slots))
+        self._follow(self._storage.rows.places(slots))
 
     def follow_window(self, at: torch.Tensor) -> None:
         """Takes what stands under `next` from row `at` `[B]` of each window, on the device of the rows.
@@ -210,7 +204,7 @@ class RowView:
         self._follow(self.window._places.gather(0, at.unsqueeze(0)).squeeze(0))
 
     def _follow(self, places: torch.Tensor) -> None:
-        for key in self._set:
+        for key in self.changes:
             if key[0] == "next":
                 raise RuntimeError(
                     f"{key!r} was set for another next row: set that of rows.steps, or put the transform "
@@ -247,7 +241,7 @@ class RowView:
                 "goals must be written before transforms of TorchRL's: put these behind."
             )
         self.read.append(slots)
-        pasted = _Pasted(key, self._places_of(slots), mask, tuple(targets), default)
+        pasted = _Pasted(key, self._storage.rows.places(slots), mask, tuple(targets), default)
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
         if self._block is not None:
@@ -296,19 +290,5 @@ class RowView:
             return self._batch
         if self._block is None:
             self._gather()
-        entries = {**self._fetched, **self._set}
+        entries = {**self._fetched, **self.changes}
         return nest(entries, self.slots.shape, self.device, self._storage.layout.nested)
-
-
-class Window(RowView):
-    """Each row of a batch with those that follow it in its episode, `[n, B]`.
-
-    Args:
-        storage: holds the rows.
-        slots: `[n, B]` int64, the last row of an episode repeated.
-        lengths: `[B]` int64, how many different rows there are, on the host.
-    """
-
-    def __init__(self, storage: PackedStorage, slots: torch.Tensor, lengths: torch.Tensor) -> None:
-        super().__init__(storage, slots)
-        self.lengths = lengths

@@ -5,6 +5,7 @@ Letters: B batch, N rows, K updates of a phase.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,16 @@ Reference = Literal["stored", "capacity"]
 
 # The paper's unit: in a phase of so many updates, each one narrows the window by the factor eta.
 _SHORTEST_PHASE = 1000
+
+
+@dataclass
+class _Phase:
+    """The updates made in a phase, and how many there are to be; 0 before the first phase."""
+
+    update: int = 0
+    num_updates: int = 0
+    #: The epoch of the index, None after a load, and how many steps were written by the last draw.
+    seen: tuple[int | None, int] | None = None
 
 
 class ERESampler(WrappingSampler):
@@ -87,10 +98,7 @@ class ERESampler(WrappingSampler):
         super().__init__(base)
         self.eta, self.c_min = eta, c_min
         self.updates_per_phase, self.reference = updates_per_phase, reference
-        # The updates made in this phase, and how many there are to be; 0 before the first phase.
-        self._update, self._num_updates = 0, 0
-        # The epoch of the index, None after a load, and how many steps were written by the last draw.
-        self._seen: tuple[int | None, int] | None = None
+        self._phase = _Phase()
 
     def _check_base(self, base: OwnSampler) -> None:
         if any(isinstance(layer, HERSampler) for layer in base.layers):
@@ -99,12 +107,12 @@ class ERESampler(WrappingSampler):
     @property
     def update(self) -> int:
         """The updates made in this phase: k of the last draw, 0 at the beginning of a phase."""
-        return self._update
+        return self._phase.update
 
     @property
     def num_updates(self) -> int:
         """K, the updates of this phase; 0 before the first phase."""
-        return self._num_updates
+        return self._phase.num_updates
 
     def begin_phase(self, num_updates: int) -> None:
         """Begins a phase: the next draw is its first, with the widest window.
@@ -115,27 +123,28 @@ class ERESampler(WrappingSampler):
         Raises:
             ValueError: `num_updates` is below 1.
         """
-        self._num_updates = arguments.integer("num_updates", num_updates, at_least=1)
-        self._update = 0
+        num_updates = arguments.integer("num_updates", num_updates, at_least=1)
+        self._phase.update, self._phase.num_updates = 0, num_updates
 
     def _next_update(self, index: EpisodeIndex) -> None:
         """Counts an update; what was written since a phase was over begins the next one."""
-        before, now = self._seen, (index.epoch, int(index.cursors.sum()))
-        self._seen = now
+        phase, now = self._phase, (index.epoch, int(index.cursors.sum()))
+        before, phase.seen = phase.seen, now
         is_new = before is None or before[1] < now[1]
         if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
-            self._update, self._num_updates, is_new = 0, 0, True
-        if is_new and self._update >= self._num_updates:
-            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, self._update))
-        self._update += 1
+            phase.update, phase.num_updates, is_new = 0, 0, True
+        if is_new and phase.update >= phase.num_updates:
+            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
+        phase.update += 1
 
     def window(self, episodes: EpisodeIndex) -> int:
         """Returns c_k, how many of the newest rows the current update draws from."""
+        phase = self._phase
         size: int = window_size(
             len(episodes),
             eta=self.eta,
-            update=min(self._update, self._num_updates),
-            num_updates=self._num_updates,
+            update=min(phase.update, phase.num_updates),
+            num_updates=phase.num_updates,
             c_min=self.c_min,
             reference_rows=episodes.capacity if self.reference == "capacity" else None,
         )
@@ -151,24 +160,26 @@ class ERESampler(WrappingSampler):
 
     def _empty(self) -> None:
         super()._empty()
-        self._update, self._num_updates, self._seen = 0, 0, None
+        self._phase = _Phase()
 
     def state(self) -> State:
         """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""
-        written = -1 if self._seen is None else self._seen[1]
-        return {"update": self._update, "num_updates": self._num_updates, "written": written}
+        phase = self._phase
+        written = -1 if phase.seen is None else phase.seen[1]
+        return {"update": phase.update, "num_updates": phase.num_updates, "written": written}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         names = ("update", "num_updates", "written")
         update, num_updates, written = entries_of("ERESampler", state, names)
-        update = arguments.integer("update", update)
-        num_updates = arguments.integer("num_updates", num_updates)
-        written = arguments.integer("written", written, at_least=-1)
+        phase = _Phase(
+            arguments.integer("update", update), arguments.integer("num_updates", num_updates)
+        )
+        if arguments.integer("written", written, at_least=-1) >= 0:
+            phase.seen = None, written
 
         def adopt() -> None:
-            self._update, self._num_updates = update, num_updates
-            self._seen = None if written < 0 else (None, written)
+            self._phase = phase
 
         return adopt
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from trl_storages.index import Seen
-from trl_storages.kernels import tree
+from trl_storages.kernels import draws, tree
 from trl_storages.packed import PackedStorage
 
 __all__ = ["Priorities"]
@@ -93,16 +93,17 @@ class Priorities:
                 tree.set_leaves(self._least, self.starts, True, slots, weights)
 
     def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
-        """Sets priorities `[B]` of rows that were drawn as `steps` of their lanes.
+        """Sets priorities `[B]` float32 of rows that were drawn as `steps` of their lanes.
 
         Rows that others have replaced since are skipped; of equal slots the last one counts.
         """
         self.catch_up()
-        index, T = self.index, self.index.steps_per_lane
-        lanes = slots // T
-        live = (steps >= index.tails[lanes]) & (steps < index.cursors[lanes])
-        slots, priority = slots[live], np.maximum(priority[live].astype(np.float32), _LEAST)
-        if len(slots):
+        kept = np.empty(len(slots), np.int64)
+        count = draws.still_live(self.index.tables, slots, steps, kept)
+        if count < len(slots):
+            slots, priority = slots[kept[:count]], priority[kept[:count]]
+        if count:
+            priority = np.maximum(priority, _LEAST)
             self.raw[slots] = priority
             self._grow(priority.max())
             self._set(slots, self._weights(priority))

@@ -229,13 +229,16 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
         at, values = slots.long().numpy(), checked_priorities(priority, len(slots)).numpy()
-        if len(at) and not -1 <= at.min() <= at.max() < storage.max_size:
-            raise IndexError(f"slots must be below {storage.max_size}, got {at.max()}.")
-        episodes, known = storage.episodes, self.priorities_of(storage)
-        self._unanswered = -math.inf
-        stamps = episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
-        there = at >= 0
-        known.update(at[there], stamps.numpy()[there], values[there])
+        least = at.min() if len(at) else 0
+        if least < -1 or at.max(initial=0) >= storage.max_size:
+            raise IndexError(f"slots must be below {storage.max_size}, got {[least, at.max()]}.")
+        known, self._unanswered = self.priorities_of(storage), -math.inf
+        stamps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
+        held = stamps.numpy()
+        if least < 0:
+            there = at >= 0
+            at, held, values = at[there], held[there], values[there]
+        known.update(at, held, values)
 
     # What TorchRL's buffers call
 

@@ -181,6 +181,10 @@ class DeviceRows:
             self._ends[lane * k : (lane + 1) * k] = ends.cpu().numpy()
         self._ended_at[lane] = self._index.cursors[lane]
 
+    def places(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the entries of rows, `[*B]` int64 on the device."""
+        return sent(self._index.places(slots), self.device)
+
     def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
         field = self._layout.field(key)

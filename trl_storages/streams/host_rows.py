@@ -52,8 +52,8 @@ class HostRows:
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         self._found: dict[NestedKey, _Elements] = {}
-        # Where fields that are pasted begin in a row; None if they do not fit.
-        self._firsts: dict[tuple[NestedKey, tuple[NestedKey, ...]], Any] = {}
+        # Where fields that are pasted begin in a row.
+        self._firsts: dict[Any, tuple[np.ndarray, ...]] = {}
         self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
         entry_bytes = layout.entry_words * 8
@@ -183,22 +183,25 @@ class HostRows:
         found = self._found[key] = _Elements(field, words, start, count)
         return found
 
+    def places(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the entries of rows, `[*B]` int64."""
+        return torch.from_numpy(self._index.where.take(slots.numpy()))
+
     def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
-        field, words, start, _ = self._found.get(key) or self._elements(key)
-        at = places.reshape(-1).numpy()
+        field, words, start, size = self._found.get(key) or self._elements(key)
+        at = places.numpy().reshape(-1)
         if field.is_next:
             at = at + 1
         if field.stack is None:
-            found = torch.empty(*places.shape, *field.shape, dtype=field.dtype)
-            out = found.view(len(at), field.size).view(torch.uint8).numpy().view(words.dtype)
-            streams.take(words, at, start, out)
-            return found
+            found = np.empty((len(at), size), words.dtype)
+            streams.take(words, at, start, found)
+            return torch.from_numpy(found).view(field.dtype).view(*places.shape, *field.shape)
         k = self._layout.frames
-        found = torch.empty(*places.shape, k, *field.frame_shape, dtype=field.dtype)
-        out = found.view(len(at), k, field.size).view(torch.uint8).numpy().view(words.dtype)
-        streams.take_frames(words, at, start, k, out)
-        return field.stack.stacks(found, field.shape)
+        found = np.empty((len(at), k, size), words.dtype)
+        streams.take_frames(words, at, start, k, found)
+        frames = torch.from_numpy(found).view(field.dtype)
+        return field.stack.stacks(frames.view(*places.shape, k, *field.frame_shape), field.shape)
 
     def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
@@ -234,21 +237,28 @@ class HostRows:
             False if there are no such fields: then nothing was done.
         """
         field, elements, start, size = self._found.get(key) or self._elements(key)
-        if (key, targets) not in self._firsts:
-            fields = self._layout.alike(key, targets)
-            self._firsts[key, targets] = fields and np.array(
-                [self._layout.row_byte(it) // elements.itemsize for it in fields]
-            )
-        firsts = self._firsts[key, targets]
-        if firsts is None:
+        firsts = self._firsts.get((key, targets)) or self._firsts_of(key, targets)
+        if not firsts:
             return False
         if field.stack is not None:
             self._layout.fill_where(mask, targets, rows, self.take(key, places))
             return True
-        at = places.numpy() + 1 if field.is_next else places.numpy()
+        at = places.numpy()
+        if field.is_next:
+            at = at + 1
         words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, at, start, mask.numpy(), words, firsts, size)
+        streams.paste(elements, at, start, mask.numpy(), words, firsts[0], size)
         return True
+
+    def _firsts_of(self, key: NestedKey, targets: tuple[NestedKey, ...]) -> tuple[np.ndarray, ...]:
+        """Returns where fields begin in a row, in elements of that of `key`; none if one differs."""
+        _, elements, _, _ = self._found.get(key) or self._elements(key)
+        fields = self._layout.alike(key, targets)
+        if fields is None:
+            return ()
+        firsts = [self._layout.row_byte(it) // elements.itemsize for it in fields]
+        found = self._firsts[key, targets] = (np.array(firsts),)
+        return found
 
     def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `places` `[B]`.

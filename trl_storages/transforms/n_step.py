@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 
@@ -23,6 +24,7 @@ __all__ = ["NStep"]
 
 # The tables of discounts of a few n and γ.
 _discounts = lru_cache(maxsize=16)(discounts)
+_return_dtype = lru_cache(maxsize=32)(return_dtype)
 
 
 def _next_key(name: str, value: Any) -> NestedKey:
@@ -120,12 +122,12 @@ class NStep(ReplayTransform):
             TypeError: the rewards are complex.
         """
         window = rows.window
-        if window is None or self.reward_key in rows.changes():
+        if window is None or self.reward_key in rows.changes:
             raise RuntimeError(
                 f"NStep folds {self.reward_key!r} of its window: a transform before it must change that "
                 "of rows.steps."
             )
-        rewards, lengths, changes = window[self.reward_key], window.lengths, window.changes()
+        rewards, lengths, changes = window[self.reward_key], window.lengths, window.changes
         if rewards.device.type != "cpu":
             lengths = sent(lengths, rewards.device)
         # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
@@ -156,18 +158,19 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
     """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
     if len(rewards) == 1:
         return rewards[0]
-    dtype = return_dtype(rewards.dtype)
-    flat = rewards.reshape(*rewards.shape[:2], -1)
+    dtype = _return_dtype(rewards.dtype)
     if rewards.device.type == "cpu":
         # The loop is compiled for two dtypes; it sums in float64 in any case.
-        if not flat.dtype is dtype is torch.float32:
-            flat = flat.double()
-        total = torch.empty(flat.shape[1:], dtype=flat.dtype)
-        table = _discounts(len(flat), discount).numpy()
-        folds.fold(flat.contiguous().numpy(), lengths.numpy(), table, total.numpy())
-    else:
-        weights = _discounts(len(flat), discount, device=rewards.device)[:, None, None]
-        rank = torch.arange(len(flat), device=rewards.device)[:, None, None]
-        # where, not a product: what lies outside of a window may be infinite.
-        total = (torch.where(rank < lengths[:, None], flat, 0).double() * weights).sum(0)
-    return total.to(dtype).view(rewards.shape[1:])
+        if not rewards.dtype is dtype is torch.float32:
+            rewards = rewards.double()
+        flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
+        total = np.empty(flat.shape[1:], flat.dtype)
+        folds.fold(flat, lengths.numpy(), _discounts(len(flat), discount).numpy(), total)
+        folded = torch.from_numpy(total).view(rewards.shape[1:])
+        return folded if folded.dtype is dtype else folded.to(dtype)
+    values = rewards.reshape(*rewards.shape[:2], -1)
+    weights = _discounts(len(values), discount, device=rewards.device)[:, None, None]
+    rank = torch.arange(len(values), device=rewards.device)[:, None, None]
+    # where, not a product: what lies outside of a window may be infinite.
+    summed = (torch.where(rank < lengths[:, None], values, 0).double() * weights).sum(0)
+    return summed.to(dtype).view(rewards.shape[1:])
