@@ -23,6 +23,8 @@ from torchrl.data import (
 from torchrl.envs import CatTensors, Compose, GymWrapper
 
 import trl_storages
+from trl_storages import _torchrl
+from trl_storages.replay.inherited import REFUSED
 
 PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [
@@ -93,24 +95,10 @@ def test_arrows_point_down_only():
 
 # What the package takes from inside TorchRL and tensordict: a release that changes it fails here.
 
-#: Owner -> attributes and methods that the package uses.
+#: Owner -> attributes and methods that the package uses, of which `_torchrl.py` speaks.
 PRIVATE_ATTRIBUTES = {
-    owner: names.split()
-    for owner, names in {
-        "ReplayBuffer": (
-            "_sample _replay_lock _write_lock _storage _sampler _writer _transform _rng _batch_size "
-            "_iterator _prefetch _ServiceClass"
-        ),
-        "RayReplayBuffer": "_rb",
-        "TensorStorage": "_storage _empty _rand_given_ndim _attached_entities",
-        "RoundRobinWriter": "_write_count _storage _empty",
-        "Sampler": "_rng _empty",
-        "CatTensors": "_del_keys",
-        "FunctionCache": "_impl",
-        "Compose": "_modules",
-        "GymWrapper": "_env",
-        "TensorDict": "_device",
-    }.items()
+    owner: re.findall(r"`(_\w+)`", names)
+    for owner, names in re.findall(r"^- `(\w+)`:((?:\s+`_\w+`,?)+)$", _torchrl.__doc__, re.M)
 }
 
 #: One instance of each class that a private name belongs to.
@@ -155,9 +143,35 @@ def test_private_methods_take_what_they_are_given(method, arguments):
     assert arguments <= set(inspect.signature(method).parameters)
 
 
+#: What storages have of TorchRL's buffers as it is there.
+INHERITED = {
+    *("as_remote", "batch_size", "client", "dump", "initialized", "is_alive", "load", "next"),
+    *("sampler", "save", "service_backend", "start", "storage", "transform", "writer"),
+}
+
+
+def test_all_that_torchrls_buffers_have_is_theirs_too_or_refused():
+    """A release that adds something fails here: it is to work, or to be refused."""
+    kinds = trl_storages.ReplayStorage.__mro__
+    own = {
+        name for kind in kinds if kind.__module__.startswith("trl_storages.") for name in vars(kind)
+    }
+    public = {name for name in dir(TensorDictReplayBuffer) if name[0] != "_"}
+
+    assert public - own >= INHERITED
+    assert {*REFUSED} <= public
+    assert public - own == INHERITED
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_over_lanes_is_refused(name):
+    storage = trl_storages.ReplayStorage(storage=trl_storages.PackedStorage(4))
+    with pytest.raises(RuntimeError, match=f"no {name}"):
+        getattr(storage, name)()
+
+
 def test_every_private_name_of_others_is_listed():
     listed = {name for names in PRIVATE_ATTRIBUTES.values() for name in names}
-    listed.add("_new_unsafe")  # in `_torchrl.py`
     named_tuple = {"_asdict", "_fields", "_replace"}  # public, in spite of the underscore
     used, own = {}, set()
     for path in PACKAGE.rglob("*.py"):

@@ -1,12 +1,25 @@
 """What this package imports of the private names of TorchRL, tensordict and torch.
 
-They have no public equivalent. `tests/test_package.py` checks each against the installed release, and
-the private attributes that subclasses here read or override, so that a breaking release fails there, by
-name, and not in a training run.
+They have no public equivalent. `tests/test_package.py` checks each against the installed release, so
+that a breaking release fails there, by name, and not in a training run.
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 - `RayClient`: what other processes call a storage in a Ray actor by.
+
+What subclasses here read, set or override, by the class that it is of:
+
+- `ReplayBuffer`: `_batch_size`, `_delayed_init`, `_initialized`, `_iterator`, `_replay_lock`, `_rng`,
+  `_sampler`, `_service_shutdown`, `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
+- `RayReplayBuffer`: `_rb`
+- `TensorStorage`: `_attached_entities`, `_empty`, `_rand_given_ndim`
+- `RoundRobinWriter`: `_empty`, `_storage`, `_write_count`
+- `Sampler`: `_empty`, `_rng`
+- `CatTensors`: `_del_keys`
+- `Compose`: `_modules`
+- `GymWrapper`: `_env`
+- `TensorDict`: `_device`, `_new_unsafe`
+- `FunctionCache`: `_impl`
 """
 
 from typing import Any

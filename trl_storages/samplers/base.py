@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
+from trl_storages import arguments
 from trl_storages.attributes import Strict
 from trl_storages.packed import PackedStorage
 from trl_storages.states import Adopt, State, entries_of, nothing
@@ -51,7 +52,10 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
 
         Raises:
             RuntimeError: the storage is empty.
+            TypeError: it is another storage, which knows no episodes.
         """
+        if not isinstance(storage, PackedStorage):
+            arguments.instance("storage", storage, PackedStorage)
         if not len(storage.episodes):
             raise RuntimeError(
                 "the storage is empty: write transitions with record(), add() or extend() first."
