@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,78 @@ def test_each_observation_is_stored_once(tmp_path, frame_stack):
     whole = 2 * seen[:size].numel() * 4
     taken = sum(file.stat().st_blocks * 512 for file in path.rglob("*"))
     assert taken < whole * (0.7 if frame_stack is None else 0.3)
+
+
+def entries_in(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Lists the paths of all entries of nested dicts and lists."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from entries_in(value, (*path, key))
+
+
+def another(value: Any, luck: random.Random) -> Any:
+    """Returns what may stand in the place of a value, by mistake or by malice."""
+    others = [None, -1, 0, 3, 2**62, 10**30, 2.5, float("nan"), "x", [], {}, True, b"x", (1,)]
+    others += [torch.zeros(0), torch.zeros(2, 2).to_sparse(), torch.zeros(3, requires_grad=True)]
+    if isinstance(value, torch.Tensor) and value.numel() and luck.random() < 0.7:
+        changed = value.clone()
+        numbers = [0.0, -1.0, float("inf")] if value.is_floating_point() else [0, 1, 2, 5, 100]
+        numbers += [] if value.dtype in (torch.uint8, torch.bool, torch.float32) else [-1, 2**62]
+        changed.view(-1)[luck.randrange(value.numel())] = luck.choice(numbers)
+        others = [changed, value[:-1], torch.cat([value, value]), value.double()]
+    return luck.choice(others)
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+@pytest.mark.parametrize("seed", range(2))
+def test_a_state_with_another_value_is_refused_or_whole(place, seed):
+    source, _ = written("all", place, 31)
+    state, luck = source.state_dict(), random.Random(seed)
+    storage, players = written("all", place, 9)
+    before, own, paths = storage[:], storage.state_dict(), [*entries_in(state)]
+    for _ in range(150):
+        *above, name = luck.choice(paths)
+        if name in ("batch_size", "n_step"):
+            continue  # any size will do
+        changed = holder = copy.deepcopy(state)
+        for key in above:
+            holder = holder[key]
+        holder[name] = another(holder[name], luck)
+        try:
+            storage.load_state_dict(changed)
+        except (ValueError, KeyError, TypeError):
+            assert_same(storage[:], before)
+        else:
+            storage.validate()
+            train(storage)
+            go_on(storage, copy.deepcopy(players), 3)
+            storage.validate()
+            storage.load_state_dict(own)
+
+
+@pytest.mark.requirement("persistence")
+@pytest.mark.filterwarnings("ignore:.*rows fit")
+@pytest.mark.parametrize("layout", ["goals", "frames"])
+def test_the_newest_rows_are_loaded_where_not_all_fit(layout, place):
+    """Of episodes of one step a storage with fewer entries takes what it has room for."""
+    sizes = {"layout": layout, "lanes": LANES, "size": 200}
+    source, players = make("prioritized", **sizes), [Player(lane) for lane in range(LANES)]
+    ends = [[player.step("terminated") for _ in range(130)] for player in players]
+    write(source, ends, layout)
+    source.dumps(folder := new_folder())
+    storage = make("prioritized", place=place, max_entries=160, **sizes)
+    storage.loads(folder)
+    for steps in range(3):
+        storage.validate()
+        for lane in range(LANES):
+            rows_of = [it.episodes.live_slots() for it in (storage, source)]
+            own, theirs = (slots[slots // 100 == lane] for slots in rows_of)
+            assert (5 if steps else 19) < len(own) < 100
+            if not steps:
+                assert own.tolist() == theirs[-len(own) :].tolist()
+                assert_same(storage[own], source[own])
+        write(
+            storage, [[player.step("terminated") for _ in range(30)] for player in players], layout
+        )

@@ -18,11 +18,13 @@ from trl_storages.directory.untrusted import MOST_BYTES, open_regular, parse_jso
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.layout import DTYPES, Layout
 
-__all__ = ["NAME", "ROWS", "Description", "damaged", "described", "layout_of"]
+__all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 
 NAME = "storage.json"
 #: Names of files of rows.
 ROWS = re.compile(r"rows\.[1-9][0-9]{0,8}")
+#: What is raised where words that should describe something do not.
+UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
 _KIND = {"kind": "trl_storages", "format": 3}
 _MOST = 2**48
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -119,14 +121,7 @@ class Description:
                 raise ValueError("it does not match its check")
             own = {key: value for key, value in words.items() if key not in _KIND}
             return cls(**{**own, "layout": layout_of(own["layout"])})
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-            OverflowError,
-        ) as error:
+        except UNREADABLE as error:
             raise damaged(path, f"it does not describe a storage: {error!s:.200}") from error
 
     def but(self, **changes: Any) -> Description:
@@ -154,11 +149,11 @@ def described(layout: Layout) -> dict[str, Any]:
     }
 
 
-def layout_of(words: dict[str, Any]) -> Layout:
+def layout_of(words: Mapping[str, Any]) -> Layout:
     """Returns the layout that was described.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError, RuntimeError: there is none.
+        One of `UNREADABLE`: there is none.
     """
     fields: dict[Any, Any] = {}
     for it in words["fields"]:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trl_storages import arguments
 from trl_storages.directory import Directory
-from trl_storages.directory.description import described, layout_of
+from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels.streams import CUT, FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
@@ -26,7 +27,6 @@ __all__ = ["Packed", "PackedLane", "check", "fill", "packed", "packed_in", "pars
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
 _LANE = ("cursor", "tail", "first", "begins", "ends", "places", "priorities", "entries")
-_DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError)
 _MOST = 2**48
 
 
@@ -159,17 +159,21 @@ def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
         ValueError: the state is damaged, or of a storage of another size.
     """
     got_size, got_envs, words, lanes = entries_of("rows", state, _ROWS)
-    if (got_size, got_envs) != (max_size, num_envs):
+    is_number = type(got_size) is type(got_envs) is int
+    if not is_number or (got_size, got_envs) != (max_size, num_envs):
+        got = f"{got_size} in {got_envs}" if is_number else "no numbers"
         raise ValueError(
-            f"rows must be those of {max_size} slots in {num_envs} lanes, got {got_size} in "
-            f"{got_envs}: nothing changed."
+            f"rows must be those of {max_size} slots in {num_envs} lanes, got {got}: nothing changed."
         )
     if words is None:
         return Packed(None, [])
     try:
-        layout = layout_of(words)
-    except _DAMAGED as error:
-        raise ValueError(f"rows must have a layout, got {error!s:.100}: nothing changed.") from None
+        layout = layout_of(arguments.mapping("layout", words, "a description"))
+    except UNREADABLE as error:
+        got = type(error).__name__
+        raise ValueError(
+            f"rows must have a layout, got one with a {got}: nothing changed."
+        ) from None
     if not isinstance(lanes, list) or len(lanes) != num_envs:
         raise ValueError(f"rows must be a list of {num_envs} lanes: nothing changed.")
     steps = max_size // num_envs

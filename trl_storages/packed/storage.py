@@ -390,7 +390,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
             if own != layout:
-                raise ValueError(f"rows must be of {own}, got {layout}: nothing changed.")
+                others = [field for field in layout.fields if field not in own.fields]
+                got = ", ".join(f"{field.key!r}: {field}" for field in others) or "fewer fields"
+                raise ValueError(
+                    f"rows must be those of this storage, got {got:.200}: nothing changed."
+                )
             dumps.check(saved, self._new_index(layout.frames))
 
         def adopt() -> None:

@@ -50,12 +50,12 @@ def parsed(storage: Any, state: Any) -> Adopt:
         ValueError, TypeError, KeyError: the state is damaged, or of another storage.
     """
     rows, rest = entries_of("a storage", state, _ALL)
-    # The rows first, as there may be no room for them on the disk.
-    adopts = storage._storage.parsed(rows, to_json(rest)), parsed_rest(storage, rest)
+    adopt_rest = parsed_rest(storage, rest)
+    adopt_rows = storage._storage.parsed(rows, to_json(rest))
 
     def adopt() -> None:
-        for each in adopts:
-            each()
+        adopt_rows()  # first, as there may be no room for them on the disk
+        adopt_rest()
 
     return adopt
 
@@ -79,6 +79,8 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
         for part, its in zip(own, parts, strict=not reopened)
     ]
     adopts.append(_parsed_generator(storage, generator))
+    if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
+        raise ValueError("cursors must be a list of whole numbers: nothing changed.")
     if not reopened or cursors == storage.episodes.cursors.tolist():
         adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
@@ -119,18 +121,20 @@ def _state_of_part(part: Any) -> State:
 
 def _parsed_part(part: Any, state: Any, *, reopened: bool) -> Adopt:
     kind, parameters, state = entries_of("a part", state, ("kind", "parameters", "state"))
-    if kind != type(part).__name__ and reopened:
+    is_own = isinstance(part, OwnSampler | ReplayTransform)
+    is_same = isinstance(kind, str) and kind == type(part).__name__
+    if reopened and not (is_same and is_own):
         return nothing
-    if kind != type(part).__name__:
+    if not is_same:
         raise ValueError(
-            f"the state must be of a {type(part).__name__}, got a {kind}: nothing changed."
+            f"the state must be of a {type(part).__name__}, got {arguments.shown(kind)}: nothing changed."
         )
     names = _parameters(part)
-    values = entries_of(kind, parameters, names)
     trial = object.__new__(type(part))
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(names, entries_of(kind, parameters, names), strict=True):
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} must be no tensor: nothing changed.")
         _parameter(part, name).__set__(trial, value)
-    is_own = isinstance(part, OwnSampler | ReplayTransform)
     adopt_rest = part.parsed(state) if is_own else _parsed_other(part, state)
 
     def adopt() -> None:

@@ -133,7 +133,7 @@ class ERESampler(WrappingSampler):
         is_new = before is None or before[1] < now[1]
         if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
             phase.update, phase.num_updates, is_new = 0, 0, True
-        if is_new and phase.update >= phase.num_updates:
+        if (is_new and phase.update >= phase.num_updates) or not phase.num_updates:
             self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
         phase.update += 1
 
