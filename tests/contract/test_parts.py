@@ -170,6 +170,11 @@ class TestSlices:
         before = storage[index]
         reward = torch.arange(3.0).unsqueeze(1)
         effort = torch.rand(3, 1).double()
+        if place == "directory":
+            with pytest.raises(TypeError, match="directory"):
+                storage.rewrite(index[2:5], {("next", "reward"): reward})
+            assert_same(storage[index], before)
+            return
         storage.rewrite(index[2:5], {("next", "reward"): reward, "effort": effort})
         expected = storage[index]  # a clone of tensordict's has no -0.0
         expected["next", "reward"][2:5], expected["effort"][2:5] = reward, effort
