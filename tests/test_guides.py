@@ -201,18 +201,6 @@ def test_frames_stored_once_teach_what_plain_stacks_teach(guide):
     assert found["frames"] == found["plain"]
 
 
-def test_shifts_move_all_frames_of_a_stack_alike(guide):
-    pixels = guide("pixels")
-    torch.manual_seed(0)
-    frame = torch.zeros(50, 1, pixels.SIDE, pixels.SIDE, dtype=torch.uint8)
-    frame[:, :, 40, 40] = 255
-    moved = pixels.shifted(frame.expand(-1, 4, -1, -1))
-    assert (moved == moved[:, :1]).all()
-    _, down, right = moved[:, 0].nonzero().T - 40
-    assert len(down) == 50
-    assert {*down.tolist()} == {*right.tolist()} == {*range(-4, 5)}
-
-
 @pytest.mark.slow
 def test_balls_are_caught_from_pixels(guide, monkeypatch):
     pixels = guide("pixels")

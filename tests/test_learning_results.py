@@ -97,26 +97,6 @@ def test_a_finished_run_is_a_line_and_is_never_made_again(script, trained, tmp_p
     assert lines(path)[0] == first
 
 
-@pytest.mark.parametrize(
-    ("change", "again"),
-    [({"at_least": 0.6}, [True]), ({"at_most": 0.4}, [False]), ({"steps": 640}, [True, False])],
-)
-def test_a_run_whose_bound_or_budget_was_changed_afterwards_is_made_again(
-    script, small, trained, tmp_path, monkeypatch, change, again
-):
-    path = tmp_path / "results.jsonl"
-    options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
-    script.main(options)
-    changed = {row: replace(task, **change) for row, task in small.items()}
-    monkeypatch.setattr(script.train_her, "TASKS", changed)
-    # One half is outside of the changed bounds.
-    assert script.main(options) == ("steps" not in change)
-    made = lines(path)
-    assert [line["hindsight"] for line in made[2:]] == again
-    # What came of the former bound stays on record.
-    assert [line["bound"] for line in made[:2]] == [0.0, 1.0]
-
-
 def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
     script, small, monkeypatch
 ):
