@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,49 +12,19 @@ from torchrl.data import Composite, Unbounded
 from trl_storages import arguments
 from trl_storages.arguments import tracker
 from trl_storages.datasets.transitions import Transitions
-from trl_storages.keys import DESIRED_GOAL, REWARD, key_path, next_key
+from trl_storages.keys import ACHIEVED_GOAL, DESIRED_GOAL, REWARD, key_path, next_key
 from trl_storages.replay import ReplayStorage
-from trl_storages.transforms import GoalRelabel, own_rewards, parts_of
+from trl_storages.transforms import GoalRelabel, parts_of
 from trl_storages.writing.fields import OUTCOME_FIELDS, Field
 
-__all__ = [
-    "Block",
-    "Recipe",
-    "blocks_of",
-    "filled",
-    "grouped",
-]
+__all__ = ["BLOCK", "Block", "Recipe", "filled"]
 
 #: A class of ready-made storages, or a function with the same arguments.
 Recipe = Callable[..., ReplayStorage]
-
-# Rows written at a time: few calls, and little extra memory.
-_BLOCK = 1 << 16
-
-
+#: Rows written at a time: few calls, and little extra memory.
+BLOCK = 1 << 16
 #: Returns steps that are written in one call.
 Block = Callable[[], TensorDict]
-
-
-def blocks_of(transitions: Transitions) -> list[Block]:
-    """Splits transitions into blocks."""
-    return [
-        partial(transitions.block, start, start + _BLOCK)
-        for start in range(0, len(transitions), _BLOCK)
-    ]
-
-
-def grouped(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups the numbers of episodes, each group with about a block of steps."""
-    groups: list[list[int]] = []
-    num_steps = _BLOCK
-    for number, length in enumerate(lengths):
-        if num_steps >= _BLOCK:
-            groups.append([])
-            num_steps = 0
-        groups[-1].append(number)
-        num_steps += length
-    return groups
 
 
 def filled(
@@ -83,36 +52,29 @@ def filled(
         TypeError: the recipe does not make a `ReplayStorage`.
         ValueError: the longest episode does not fit, or the storage holds rows already.
     """
-    progress = arguments.flag("progress", progress)
     recipe = arguments.function("recipe", recipe, "that makes a storage, such as HERReplayStorage")
     if "num_envs" in options:
-        raise TypeError(
-            "num_envs can't be chosen: the episodes of a dataset lie one after another in one lane."
-        )
-    size = arguments.integer("storage_size", options.get("storage_size", num_rows), at_least=1)
+        raise TypeError("num_envs can't be chosen: the episodes of a dataset lie in one lane.")
+    size = arguments.integer("storage_size", options.get("storage_size", max(num_rows, 2)))
     if size < longest_episode:
         raise ValueError(
-            f"an episode must fit, and the longest has {longest_episode} steps; got storage_size={size}. "
-            "Leave it out to hold all."
+            f"an episode must fit, and the longest has {longest_episode} steps; got storage_size={size}."
         )
-    fields = transitions.fields
-    observation_keys, action_keys = transitions.observation_keys, transitions.action_keys
-    placed = {*observation_keys, *map(next_key, observation_keys), *action_keys, *OUTCOME_FIELDS}
+    fields, seen = transitions.fields, transitions.observation_keys
+    placed = {*seen, *map(next_key, seen), *transitions.action_keys, *OUTCOME_FIELDS}
     placed |= {*arguments.keys("info_keys", options.get("info_keys", ()))}
     further = {key: field for key, field in fields.items() if key not in placed}
-    if fields[REWARD] != (torch.float32, torch.Size([1])):
+    if fields[REWARD] != OUTCOME_FIELDS[REWARD]:
         further[REWARD] = fields[REWARD]
-    actions = _spec({key_path(key): fields[key] for key in action_keys})
-    specs = (
-        _spec({key_path(key): fields[key] for key in observation_keys}),
-        actions["action"] if action_keys == ["action"] else actions,
+    observations, actions = (
+        _spec({key_path(key): fields[key] for key in group})
+        for group in (seen, transitions.action_keys)
     )
-    own = {
-        "storage_size": size,
-        "num_envs": 1,
-        "extra_fields": {**further, **options.get("extra_fields", {})},
-    }
-    storage: ReplayStorage = recipe(*specs, **{**options, **own})
+    actions = actions["action"] if transitions.action_keys == ["action"] else actions
+    further |= options.get("extra_fields") or {}
+    storage = recipe(
+        *(observations, actions), **{**options, "storage_size": size, "extra_fields": further}
+    )
     arguments.instance("recipe", storage, ReplayStorage, what="what makes a ReplayStorage")
     if num_stored := len(storage):
         storage.close()
@@ -125,7 +87,7 @@ def filled(
         for block in tracker("writing rows", progress)(blocks):
             steps = block()
             if relabel is not None:
-                steps.set(REWARD, own_rewards(relabel, steps).to(steps.get(REWARD).dtype))
+                steps.set(REWARD, _rewards(relabel, steps))
             storage.extend(steps)
     except BaseException:
         storage.close(keep=False)
@@ -135,11 +97,18 @@ def filled(
     return storage
 
 
+def _rewards(relabel: GoalRelabel, steps: TensorDict) -> torch.Tensor:
+    """Returns the rewards of the desired goals of steps."""
+    achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
+    infos = {key: steps[key] for key in relabel.info_keys}
+    found = relabel.reward_fn(achieved, goals, infos)  # type: ignore[misc]
+    return torch.as_tensor(found).to(steps[REWARD].dtype).reshape(steps[REWARD].shape)
+
+
 def _relabel_of(storage: ReplayStorage) -> GoalRelabel | None:
     """Returns the transform that computes rewards of desired goals, if the storage has one."""
-    relabels = (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel))
-    for part in relabels:
-        if part.reward_fn is not None and part.goal_key in (None, DESIRED_GOAL):
+    for part in parts_of(storage.transform):
+        if isinstance(part, GoalRelabel) and part.reward_fn is not None:
             return part
     return None
 
@@ -150,8 +119,7 @@ def _spec(fields: Mapping[tuple[str, ...], Field]) -> Composite:
     for path, (dtype, shape) in fields.items():
         if dtype.is_complex:
             raise TypeError(
-                f"{'.'.join(path)!r} must be of real numbers, as TorchRL's specs are, got {dtype}: give "
-                "its real and imaginary parts instead (torch.view_as_real)."
+                f"{'.'.join(path)!r} must be of real numbers, as TorchRL's specs are, got {dtype}."
             )
         spec[path if len(path) > 1 else path[0]] = Unbounded(shape, dtype=dtype)
     return spec

@@ -5,14 +5,15 @@ Letters: N rows of the arrays, T steps of a path, B batch, G goal size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from trl_storages import arguments
-from trl_storages.datasets.filling import Recipe, blocks_of, filled
+from trl_storages.datasets.filling import BLOCK, Recipe, filled
 from trl_storages.datasets.names import ROLE_OF, as_dictionary
 from trl_storages.datasets.transitions import GoalOf, Transitions
 from trl_storages.keys import leaves, nested
@@ -88,22 +89,17 @@ def from_arrays(
         data, path_ends = join_paths(data)
         ends = path_ends if ends is None else ends
     transitions = Transitions(
-        data,
-        ends,
+        *(data, ends),
         float_dtype=float_dtype,
         goal_fn=goal_fn,
         computes_rewards=goal_fn is not None or options.get("reward_fn") is not None,
     )
-    if not transitions.has_ends:
-        raise ValueError(
-            "data must tell where episodes end (terminals, timeouts, dones...), and has none of these "
-            "entries: pass ends=, a flag for each row or the name of an entry that has them; np.zeros(N) "
-            "for a single trajectory."
-        )
+    blocks = [
+        partial(transitions.block, start, start + BLOCK)
+        for start in range(0, len(transitions), BLOCK)
+    ]
     return filled(
-        recipe,
-        transitions,
-        blocks_of(transitions),
+        *(recipe, transitions, blocks),
         num_rows=len(transitions),
         longest_episode=transitions.longest_episode,
         options=options,
@@ -124,7 +120,7 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
     Raises:
         TypeError: an episode is not a dictionary.
         KeyError: an episode has other entries than the first.
-        ValueError: there are no episodes.
+        ValueError: there are no episodes, or an entry has not one row for each step.
 
     >>> data, ends = join_paths([{"obs": [1, 2, 3], "acts": [0, 0]}, {"obs": [5, 6], "acts": [1]}])
     >>> data["obs"].tolist(), data["next_obs"].tolist(), ends.tolist()
@@ -135,53 +131,44 @@ def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
     parts: dict[tuple[str, ...], list[Any]] = {}
     lengths = []
     for number, path in enumerate(paths):
-        if not isinstance(path, Mapping):
-            raise TypeError(
-                "data must be a dictionary of arrays, or a sequence of such dictionaries, got "
-                f"{type(path).__name__} as number {number}."
-            )
-        leaves, num_steps = _steps_of(as_dictionary(f"data[{number}]", path), number)
-        if number and leaves.keys() != parts.keys():
+        found, num_steps = _steps_of(path, number)
+        if number and found.keys() != parts.keys():
             raise KeyError(
-                f"all episodes of data must have the entries of the first, {_names(parts)}; number "
-                f"{number} has {_names(leaves)}."
+                f"all episodes of data must have the entries of the first, {[*parts]}; number {number} "
+                f"has {[*found]}."
             )
-        for key, value in leaves.items():
+        for key, value in found.items():
             parts.setdefault(key, []).append(value)
         lengths.append(num_steps)
-    joined = nested((key, _joined(key, values)) for key, values in parts.items())
-    last = np.cumsum(lengths) - 1
-    ends = np.zeros(last[-1] + 1, bool)
-    ends[last] = True
-    return joined, ends
+    ends = np.zeros(sum(lengths), bool)
+    ends[np.cumsum(lengths) - 1] = True
+    return nested((key, _joined(key, values)) for key, values in parts.items()), ends
 
 
-def _steps_of(path: Mapping[str, Any], number: int) -> tuple[dict[tuple[str, ...], Any], int]:
+def _steps_of(path: Any, number: int) -> tuple[dict[tuple[str, ...], Any], int]:
     """Returns the entries of an episode, with one row for each step, and T."""
+    path = as_dictionary(f"data[{number}]", path)
     found = dict(leaves(path, "each episode of data"))
     for key, value in found.items():
         if not (hasattr(value, "__len__") and getattr(value, "ndim", True)):
-            raise TypeError(
-                f"{_name(key)!r} of each episode of data must have one row a step, got {value!r:.40}."
-            )
-    of = {name: ROLE_OF.get(name) for name in path}
-    actions = [value for key, value in found.items() if of[key[0]] == "actions"]
+            raise TypeError(f"data[{number}][{key!r}] must have one row a step, got {value!r:.40}.")
+    seen, actions = (
+        [key for key in found if ROLE_OF.get(key[0]) == role]
+        for role in ("observations", "actions")
+    )
     if not actions:
-        raise KeyError(
-            f"each episode of data must have the entry 'actions'; number {number} has {_names(found)}."
-        )
-    num_steps = len(actions[0])
-    seen = [key for key in found if of[key[0]] == "observations"]
+        raise KeyError(f"data[{number}] must have the entry 'actions', it has {[*found]}.")
+    num_steps = len(found[actions[0]])
     has_last = bool(seen) and all(len(found[key]) == num_steps + 1 for key in seen)
-    if has_last and "next_observations" not in of.values():
+    if has_last and "next_observations" not in map(ROLE_OF.get, path):
         for key in seen:
             after = ("next_" + key[0], *key[1:])
             found[after], found[key] = found[key][1:], found[key][:-1]
-    wrong = {_name(key): len(value) for key, value in found.items() if len(value) != num_steps}
+    wrong = {key: len(value) for key, value in found.items() if len(value) != num_steps}
     if wrong or not num_steps:
         raise ValueError(
             f"each episode of data must have one row for each step, and one at least; number {number} "
-            f"has {num_steps} actions, and {wrong or 'nothing else'}."
+            f"has {num_steps} actions, and {wrong}."
         )
     return found, num_steps
 
@@ -192,14 +179,4 @@ def _joined(key: tuple[str, ...], values: Sequence[Any]) -> Any:
             return torch.cat([torch.as_tensor(value) for value in values])
         return np.concatenate([np.asarray(value) for value in values])
     except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{_name(key)!r} must have the same shape in all episodes of data: {error}."
-        ) from error
-
-
-def _name(key: Sequence[str]) -> str:
-    return "/".join(map(str, key))
-
-
-def _names(keys: Iterable[Sequence[str]]) -> list[str]:
-    return sorted(map(_name, keys))
+        raise ValueError(f"{key} must have the same shape in all episodes: {error}.") from error

@@ -6,26 +6,29 @@ Letters: T steps of an episode.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, MultiBinary
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 
 from trl_storages import arguments
 from trl_storages.arguments import tracker
-from trl_storages.datasets.filling import Block, Recipe, filled, grouped
+from trl_storages.datasets.filling import BLOCK, Recipe, filled
 from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.datasets.transitions import Transitions
 from trl_storages.index.naming import episode_slots
 from trl_storages.keys import (
     ACTION,
     DONE,
+    INDEX,
     OBSERVATION,
     REWARD,
     TERMINATED,
+    TRAJECTORY_IDS,
     TRUNCATED,
     key_path,
     nested,
@@ -83,20 +86,28 @@ def from_minari(
     def read(episodes: Sequence[int]) -> Transitions:
         paths = [_path(episode, info_keys) for episode in dataset.iterate_episodes(episodes)]
         joined, ends = join_paths(paths)
-        return Transitions(joined, ends, argument="dataset", float_dtype=float_dtype, fields=shapes)
+        return Transitions(joined, ends, float_dtype=float_dtype, fields=shapes)
 
-    def block(group: Sequence[int]) -> Block:
-        return lambda: read([numbers[at] for at in group]).tensordict()
+    def block(group: Sequence[int]) -> TensorDict:
+        transitions = read([numbers[at] for at in group])
+        return transitions.block(0, len(transitions))
 
     return filled(
         recipe,
         read(numbers[:1]),
-        [block(group) for group in grouped(lengths)],
+        [partial(block, group) for group in _grouped(lengths)],
         num_rows=sum(lengths),
         longest_episode=max(lengths),
         options=options,
         progress=progress,
     )
+
+
+def _grouped(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups the numbers of episodes, each group with about a block of steps."""
+    group = (np.cumsum(lengths) - lengths) // BLOCK
+    ends = np.flatnonzero(np.diff(group)) + 1
+    return [part.tolist() for part in np.split(np.arange(len(lengths)), ends)]
 
 
 def _path(episode: Any, info_keys: Sequence[NestedKey]) -> dict[str, Any]:
@@ -206,30 +217,27 @@ class _Episodes:
     """
 
     def __init__(self, storage: ReplayStorage) -> None:
-        self._storage = storage
-        table = storage.episodes.episodes()
+        self._storage, index = storage, storage.episodes
+        table = index.episodes()
         self._first, self._length = table["first"], table["length"]
-        self._first_steps = storage.episodes.steps(self._first)
+        self._first_steps = index.steps_of(self._first)
         #: Groups of episode numbers, each read in one call.
-        self.groups = grouped(self._length.tolist())
-        row = storage[self._first[:1]].exclude("collector", "index")
+        self.groups = _grouped(self._length.tolist())
         fields = {
             key: (leaf.dtype, leaf.shape[1:])
-            for key, leaf in row.items(include_nested=True, leaves_only=True)
+            for key, leaf in storage[self._first[:1]].items(True, True)
+            if key not in (INDEX, TRAJECTORY_IDS)
         }
-        #: Key -> field of the observations, which exist before and after each step.
+        #: Key -> field of the observations, which exist before and after each step, and of actions.
         self.observations = {key: fields[key] for key in shared_keys(fields)}
-        #: Key -> field of the actions.
         self.actions = {key: field for key, field in fields.items() if key_path(key)[0] == ACTION}
-        has = {"observations": self.observations, "actions": self.actions}
-        has |= {key: key in fields for key in (REWARD, TERMINATED, TRUNCATED)}
-        if missing := [name for name, found in has.items() if not found]:
+        needed = (REWARD, TERMINATED, TRUNCATED)
+        if not (self.observations and self.actions) or any(key not in fields for key in needed):
             raise ValueError(
-                f"storage must have {missing} for Minari; its fields are {sorted(fields, key=str)}."
+                f"storage must have observations, actions and {needed}; has {[*fields]}."
             )
         seen = {*self.observations, *map(next_key, self.observations), *self.actions}
-        seen |= {REWARD, DONE, TERMINATED, TRUNCATED}
-        self._infos = [key for key in fields if key not in seen]
+        self._infos = [key for key in fields if key not in {*seen, *needed, DONE}]
 
     def _rows(self, group: Sequence[int]) -> Iterator[TensorDictBase]:
         """Yields the rows `[T]` of each episode."""
@@ -238,7 +246,7 @@ class _Episodes:
         try:
             rows = self._storage[slots].cpu()
             # Detect overwritten rows: the first ones of an episode go first.
-            is_there = torch.equal(index.steps(self._first[group]), self._first_steps[group])
+            is_there = torch.equal(index.steps_of(self._first[group]), self._first_steps[group])
         except IndexError:
             is_there = False
         if not is_there:
@@ -259,12 +267,10 @@ class _Episodes:
             for key in self.observations:
                 now, after = rows[key], rows[next_key(key)]
                 observations[key] = torch.cat([now, after[-1:]])
-                same = (after[:-1] == now[1:]) | (after.isnan()[:-1] & now.isnan()[1:])
-                if not same.all():
-                    step = int((~same.flatten(1).all(1)).nonzero()[0, 0]) + 1
+                if not ((after[:-1] == now[1:]) | (after.isnan()[:-1] & now.isnan()[1:])).all():
                     raise ValueError(
-                        f"each row must begin with the {key!r} that the row before it led to, and step "
-                        f"{step} of episode {number} does not: write the storage with on_gap='cut'."
+                        f"each row must begin with the {key!r} that the row before it led to, and one of "
+                        f"episode {number} does not: write the storage with on_gap='cut'."
                     )
             terminated, truncated = (rows[key].flatten() for key in (TERMINATED, TRUNCATED))
             truncated[-1] |= ~terminated[-1]

@@ -34,7 +34,8 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     if dtype not in NUMPY_TO_TORCH:
         raise TypeError(f"{name} must be numbers, got the dtype {array.dtype}.")
     # Tensors lack negative strides, foreign byte orders and memory that is only read.
-    return torch.from_numpy(np.require(array, dtype, ["C", "W"]))
+    array = np.require(array, dtype, ["C", "W"])
+    return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())
 
 
 def as_field(
