@@ -14,7 +14,7 @@ from trl_storages.functional.returns import (
     returns_to_go,
     window_length,
 )
-from trl_storages.kernels import backend
+from trl_storages.kernels.folds import fold
 
 pytestmark = pytest.mark.requirement("n-step")
 
@@ -24,8 +24,10 @@ gammas = st.floats(0, 1)
 
 def folded(rewards, length, gamma):
     """The returns of windows [n, B], as `NStep` folds them."""
-    dtype = return_dtype(rewards.dtype)
-    return backend("cpu").fold(rewards, length, discounts(len(rewards), gamma), dtype)
+    out = torch.empty(len(length), 1, dtype=torch.float64)
+    weights = discounts(len(rewards), gamma)
+    fold(rewards.double().unsqueeze(-1).numpy(), length.numpy(), weights.numpy(), out.numpy())
+    return out.squeeze(-1).to(return_dtype(rewards.dtype))
 
 
 @st.composite
