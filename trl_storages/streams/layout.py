@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -276,6 +277,7 @@ class _Views:
         self._layout = layout
         self._stacks = [field for field in layout.fields if field.stack]
         plain = sorted((it for it in layout.fields if not it.stack), key=layout.row_byte)
+        self._shapes = [(it.key, it.shape) for it in plain if len(it.shape) != 1]
         by_dtype = sorted(plain, key=lambda field: str(field.dtype))
         self._splits = [
             self._split(dtype, [*fields])
@@ -283,26 +285,31 @@ class _Views:
         ]
 
     def _split(self, dtype: torch.dtype, fields: Sequence[Field]) -> tuple[Any, ...]:
-        """Returns a dtype, the sizes of the parts of a row, and which of them are which fields."""
-        sizes, found, end = [], [], 0
+        """Returns a dtype, the sizes of the parts of a row, the keys of fields, and what takes these."""
+        sizes, places, end = [], [], 0
         for field in fields:
             start = self._layout.row_byte(field) // dtype.itemsize
             if start > end:
                 sizes.append(start - end)
-            found.append((len(sizes), field.key, None if len(field.shape) == 1 else field.shape))
+            places.append(len(sizes))
             sizes.append(field.size)
             end = start + field.size
         if rest := self._layout.row_words * _WORD // dtype.itemsize - end:
             sizes.append(rest)
-        return dtype, sizes, found
+        names = [field.key for field in fields]
+        # An itemgetter of one place does not return a tuple.
+        taken = (
+            itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+        )
+        return dtype, sizes, names, taken
 
     def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         views: dict[NestedKey, torch.Tensor] = {}
-        batch = rows.shape[:-1]
-        for dtype, sizes, fields in self._splits:
+        for dtype, sizes, names, taken in self._splits:
             parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            for at, key, shape in fields:
-                views[key] = parts[at] if shape is None else parts[at].view(*batch, *shape)
+            views.update(zip(names, taken(parts), strict=True))
+        for key, shape in self._shapes:
+            views[key] = views[key].view(*rows.shape[:-1], *shape)
         for field in self._stacks:
             frames = self._layout.frames_of(field, rows)
             views[field.key] = field.stack.stacks(frames, field.shape)  # type: ignore[union-attr]

@@ -199,10 +199,8 @@ class GoalRelabel(ReplayTransform):
             )
         if last:
             # The function gets one flat batch, also for windows.
-            goals, achieved = (
-                goals.repeat(*batch[:-1], *(1,) * (goals.ndim - 1)),
-                achieved.flatten(0, last),
-            )
+            goals = goals.expand(*batch, *goals.shape[1:]).flatten(0, last)
+            achieved = achieved.flatten(0, last)
         infos = {}
         for key in self._info_keys:
             infos[key] = rows[key].flatten(0, last)
