@@ -220,6 +220,20 @@ class TestProcesses:
         numbers = torch.cat([ids_of(block) for block in blocks]).tolist()
         assert lengths(storage) == dict(zip(numbers, expected, strict=True))
 
+    def test_a_process_that_is_spawned_counts_on(self):
+        storage, players = make(), [Player(0), Player(1)]
+        storage.extend(rows(players[0].play([], 3)))
+        storage.share()
+        blocks = rows(players[1].play([], 4)), rows(players[0].play([], 2))
+        context = multiprocessing.get_context("forkserver")
+        child = context.Process(target=storage.extend, args=blocks[:1])
+        child.start()
+        storage.extend(blocks[1])  # before the child has begun, which takes longer
+        child.join(60)
+        assert child.exitcode == 0
+        assert len(storage) == storage.write_count == 9
+        storage.validate()
+
     def test_priorities_and_emptying_in_a_shared_storage(self):
         storage, player = make("prioritized", size=12, beta=1.0, alpha=1.0), Player()
         index = storage.extend(rows(player.play([4])))

@@ -870,20 +870,21 @@ class ReplayStorage(
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
         with self._ahead.paused(), self._replay_lock, self._write_lock:
-            # As bytes: tensors that are sent to a spawned process must outlive this call.
-            rest = pickle.dumps(rest_of(self))
-            state = {**self.__dict__, "rest": rest, "prefetch": self._ahead.number}
-        own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
-        if get_spawning_popen() is None:  # A copy is not shared.
-            own += ("_write_lock", "shared")
+            state = {**self.__dict__, "prefetch": self._ahead.number}
+            own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
+            if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
+                own += ("_write_lock", "shared")
+                # As bytes: tensors that are sent to a spawned process must outlive this call.
+                state["rest"] = pickle.dumps(rest_of(self))
         return {name: state[name] for name in state if name not in own}
 
     def __setstate__(self, state: State) -> None:
-        rest, prefetch = state.pop("rest"), state.pop("prefetch")
+        rest, prefetch = state.pop("rest", None), state.pop("prefetch")
         self.__dict__.update(state)
         self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
         self._ahead = Ahead(self._draw_ahead, prefetch)
-        parsed_rest(self, pickle.loads(rest))()
+        if rest is not None:
+            parsed_rest(self, pickle.loads(rest))()
 
     # Inspection
 
