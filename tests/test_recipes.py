@@ -1,8 +1,6 @@
-"""The ready-made storages: what they store, what they refuse, and that all take the same options."""
+"""The ready-made storages: the fields of their spaces, and the names of batches."""
 
-import copy
 import inspect
-import pickle
 
 import numpy as np
 import pytest
@@ -33,13 +31,6 @@ FIELDS = {
     *[("next", key) for key in ("observation", "achieved_goal", "desired_goal")],
     *[("next", key) for key in ("reward", "done", "terminated", "truncated")],
 }
-RECIPES = [
-    "UniformReplayStorage",
-    "NStepReplayStorage",
-    "PrioritizedReplayStorage",
-    "EREReplayStorage",
-    "HERReplayStorage",
-]
 
 
 def make(name="HERReplayStorage", observations=OBSERVATIONS, actions=ACTIONS, **options):
@@ -60,63 +51,41 @@ def rows(*shape):
     return data if len(shape) > 1 else data[0]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-class TestEveryRecipe:
-    @pytest.mark.parametrize(
-        ("observations", "actions"), [(OBSERVATIONS, ACTIONS), (SPECS, Categorical(1000))]
-    )
-    def test_stores_the_fields_of_the_spaces_only(self, name, observations, actions):
-        storage = make(name, observations, actions, batch_size=5)
-        assert storage.storage.layout is not None  # fixed before the first write
-        storage.extend(rows(8))
-        stored = storage.storage.get(torch.arange(8))
-        assert set(stored.keys(True, True)) == FIELDS
-        expected = rows(8)
-        for key in FIELDS:
-            assert torch.equal(stored[key], expected[key])
-        batch = storage.sample()
-        assert batch.batch_size == (5,)
-        assert FIELDS | {"index"} <= set(batch.keys(True, True))
-
-    def test_shown(self, name):
-        storage = make(name, num_envs=2)
-        storage.extend(rows(2, 4))
-        shown = repr(storage)
-        assert shown.startswith(f"{name}(\n")
-        for part in ("rows=8/12", "Sampler(", "EpisodeWriter(num_envs=2", "batch_size=256"):
-            assert part in shown
-
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-    def test_copied(self, name, copied):
-        storage = make(name, seed=3, batch_size=6)
-        storage.extend(rows(10))
-        other = copied(storage)
-        for _ in range(3):
-            first, second = storage.sample(), other.sample()
-            for key in FIELDS | {"index"}:
-                assert torch.equal(first[key], second[key])
-
-    def test_on_a_gpu(self, name, gpu):
-        if name == "PrioritizedReplayStorage":
-            pytest.skip("new rows are told to its trees by the writer, which counts on the host")
-        storage = make(name, device="cuda:0", num_envs=3, batch_size=8)
-        episodes = storage.episodes
-        steps = torch.arange(4, device=gpu).expand(3, 4)
-        lanes = torch.arange(3, device=gpu).unsqueeze(1).expand(3, 4)
-        data = goal_transitions(lanes, steps, steps == 2).select(*FIELDS)
-        # As the writer does, but for what it counts on the host.
-        slots = episodes.next_slots(4).reshape(-1)
-        storage.storage.set(slots, data.reshape(-1), set_cursor=False)
-        storage.storage._len = 12
-        episodes.append(steps == 2)
-        batch = storage.sample()
-        assert {value.device for value in batch.values(True, True)} == {gpu}
+@pytest.mark.parametrize(
+    ("observations", "actions"), [(OBSERVATIONS, ACTIONS), (SPECS, Categorical(1000))]
+)
+def test_spaces_and_specs_give_the_same_fields(observations, actions):
+    storage = make(observations=observations, actions=actions)
+    assert storage.storage.initialized  # before the first write
+    storage.extend(rows(8))
+    stored, expected = storage[:], rows(8)
+    assert {*stored.keys(True, True)} - {"index"} == FIELDS
+    for key in FIELDS:
+        assert torch.equal(stored[key], expected[key])
 
 
 def test_every_option_is_explained():
-    explained = trl_storages.UniformReplayStorage.__doc__
+    explained = inspect.cleandoc(trl_storages.UniformReplayStorage.__doc__)
     for option in inspect.signature(trl_storages.UniformReplayStorage).parameters:
-        assert f"        {option}: " in explained, option
+        assert f"    {option}: " in explained, option
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("NStepReplayStorage", {"n_step": 3}),
+        ("PrioritizedReplayStorage", {"alpha": 0.6}),
+        ("EREReplayStorage", {"eta": 0.996}),
+        ("EpisodeReplayStorage", {"batch_size": 16}),
+    ],
+)
+def test_recipes_differ_in_their_defaults(name, other):
+    of_uniform = inspect.signature(trl_storages.UniformReplayStorage).parameters
+    of_recipe = inspect.signature(getattr(trl_storages, name)).parameters
+    different = {
+        key: it.default for key, it in of_recipe.items() if it.default != of_uniform[key].default
+    }
+    assert different == other
 
 
 # Names that sampling sets in batches
