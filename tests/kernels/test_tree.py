@@ -1,136 +1,228 @@
-"""The tree of sums and of least weights: by hand, and against lists."""
+"""The tree of weights: by hand, against lists, and over lanes that wrap."""
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import tree
 
-ALL = np.empty((2, 0), np.int64)
+
+class Tree:
+    """A tree of sums, and one of least weights beside it."""
+
+    def __init__(self, weights, num_leaves=None):
+        self.size = num_leaves or len(weights)
+        self.starts = tree.level_starts(self.size)
+        self.sums, self.least_of = np.zeros(self.starts[-1]), np.full(self.starts[-1], np.inf)
+        self.set(range(len(weights)), weights)
+
+    def set(self, leaves, weights):
+        leaves, weights = np.array(leaves, np.int64), np.array(weights, np.float64)
+        tree.set_leaves(self.sums, self.starts, False, leaves, weights)
+        tree.set_leaves(self.least_of, self.starts, True, leaves, weights)
+
+    @property
+    def weights(self):
+        return self.sums[self.starts[-2] :][: self.size]
+
+    def draw(self, noise, ranges=((), ())):
+        noise, ranges = np.asarray(noise, np.int64), np.array(ranges, np.int64).reshape(2, -1)
+        leaves, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
+        total = tree.draw_leaves(self.sums, self.starts, ranges, noise, leaves, weights)
+        assert weights.tolist() == self.weights[leaves].tolist()
+        return leaves, total
+
+    def least(self, ranges=((), ())):
+        ranges = np.array(ranges, np.int64).reshape(2, -1)
+        return tree.least_within(self.least_of, self.starts, ranges)
 
 
-def ints(*values):
-    return np.array(values, dtype=np.int64)
-
-
-def planted(weights, is_least=False):
-    """Returns a tree, and where its levels begin."""
-    starts = tree.level_starts(len(weights))
-    nodes = np.full(starts[-1], np.inf if is_least else 0.0)
-    tree.set_leaves(nodes, starts, is_least, np.arange(len(weights)), np.array(weights, float))
-    return nodes, starts
-
-
-def drawn(sums, starts, noise, ranges=ALL):
-    leaves, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
-    total = tree.draw_leaves(sums, starts, ranges, noise, leaves, weights)
-    return leaves, weights, total
-
-
-def noise_of(*uniform):
+def noise_of(uniform):
     """The 63-bit numbers that become numbers in [0, 1)."""
-    return (np.array(uniform) * 2.0**53).astype(np.int64) << 10
+    return (np.asarray(uniform) * 2.0**53).astype(np.int64) << 10
 
 
-def random_noise(size):
-    return np.random.default_rng(0).integers(0, 2**63, size, np.int64)
+def random_noise(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 2**63 - 1, n)
 
 
-def test_draws_follow_the_cumulative_sum():
-    sums, starts = planted([1, 0, 2, 5])
-    leaves, weights, total = drawn(sums, starts, noise_of(0, 0.124, 0.125, 0.374, 0.375, 0.999))
-    assert total == 8
-    assert leaves.tolist() == [0, 0, 2, 2, 3, 3]
-    assert weights.tolist() == [1, 1, 2, 2, 5, 5]
+def grid(n):
+    """Evenly spaced numbers instead of random ones: counts are then shares, rounded."""
+    return noise_of((np.arange(n) + 0.5) / n)
 
 
-def test_draws_within_ranges():
-    sums, starts = planted([1] * 20)
-    leaves, _, total = drawn(sums, starts, noise_of(0, 0.3, 0.5, 0.9), np.array([[2, 15], [4, 17]]))
-    assert total == 4
-    assert leaves.tolist() == [2, 3, 15, 16]
+class TestByHand:
+    """Leaves that weigh 1.5, 3.5, 0, 0.5, 4.5, together 10."""
 
+    def tree(self):
+        return Tree([1.5, 3.5, 0.0, 0.5, 4.5])
 
-def test_of_a_leaf_that_occurs_twice_the_last_weight_stays():
-    sums, starts = planted([1] * 9)
-    tree.set_leaves(sums, starts, False, ints(3, 8, 3), np.array([7.0, 2.0, 4.0]))
-    assert sums[0] == 7 + 4 + 2
-    assert drawn(sums, starts, noise_of(0.999))[0] == 8
+    def test_draws_follow_the_cumulative_sum(self):
+        # Masses lie in [0, 1.5), [1.5, 5), [5, 5.5), [5.5, 10).
+        leaves, total = self.tree().draw(noise_of([0, 0.14, 0.16, 0.49, 0.51, 0.54, 0.56, 0.999]))
+        assert leaves.tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
+        assert total == 10.0
+
+    def test_draws_within_ranges(self):
+        # Leaves 1 and 4 weigh 3.5 and 4.5; the second range is empty.
+        leaves, total = self.tree().draw(noise_of([0, 0.43, 0.44, 0.999]), ((1, 0, 4), (3, 0, 5)))
+        assert leaves.tolist() == [1, 1, 4, 4]
+        assert total == 8.0
+
+    def test_the_least_weight_that_is_there(self):
+        made = self.tree()
+        assert made.least() == 0.5
+        assert made.least(((0, 4), (2, 5))) == 1.5
+        assert made.least(((2, 0), (3, 0))) == np.inf
+        made.set([3, 0], [0.25, 0.0])
+        assert made.least() == 0.25
+        assert made.least(((0,), (3,))) == 3.5
+
+    def test_of_a_leaf_that_occurs_twice_the_last_weight_stays(self):
+        made = self.tree()
+        made.set([2, 0, 2, 0], [7, 8, 2, 1])
+        assert made.weights.tolist() == [1.0, 3.5, 2.0, 0.5, 4.5]
+        assert made.sums[0] == 11.5
+
+    def test_one_weight_for_all(self):
+        made = self.tree()
+        made.set([0, 1, 4], [2.0])
+        assert made.weights.tolist() == [2.0, 2.0, 0.0, 0.5, 2.0]
+
+    def test_where_levels_lie(self):
+        # A node has eight children; the root takes a line too.
+        found = [tree.level_starts(size).tolist() for size in (1, 8, 9, 64, 65)]
+        assert found == [[0, 8, 16]] * 2 + [[0, 8, 16, 32], [0, 8, 16, 80], [0, 8, 16, 32, 104]]
 
 
 def test_a_leaf_that_weighs_nothing_is_never_drawn():
-    weights = np.zeros(700)
-    weights[[0, 64, 65, 400]] = 1e-300, 1.0, 1e300, 0.1
-    sums, starts = planted(weights)
-    noise = np.concatenate([random_noise(5000), ints(0, 2**63 - 1)])
-    leaves, drawn_weights, _ = drawn(sums, starts, noise)
-    assert (drawn_weights > 0).all()
-    assert set(leaves) <= {0, 64, 65, 400}
+    made = Tree([], 5000)
+    made.set([0, 7, 4999], [3.0])
+    assert {*made.draw(random_noise(2000))[0]} == {0, 7, 4999}
+    made.set([7], [0.0])
+    assert {*made.draw(random_noise(2000))[0]} == {0, 4999}
+    edges = [0, 2**63 - 1]
+    assert made.draw(edges)[0].tolist() == [0, 4999]
+    assert made.draw(edges, ((0, 3), (0, 5000)))[0].tolist() == [4999, 4999]
 
 
-def test_draws_are_as_likely_as_they_should_be():
-    weights = np.arange(1, 101) ** 0.7
-    counts = np.bincount(drawn(*planted(weights), random_noise(200_000))[0], minlength=100)
-    assert chisquare(counts, weights / weights.sum() * 200_000).pvalue > 1e-3
+@pytest.mark.parametrize(
+    ("weights", "last"), [((1e16, 1, 1, 1, 1, 1, 1, 1), 0), ((0, 1e16, 4, 1, 1, 1, 1, 0), 2)]
+)
+def test_a_mass_beyond_the_sum_in_order_is_of_the_last_leaf_that_counts(weights, last):
+    # By halves the light leaves add up first; one by one each is lost in the heavy one.
+    made = Tree(weights)
+    assert made.sums[0] > np.cumsum(weights)[-1]
+    assert made.draw([2**63 - 1])[0].tolist() == [last]
 
 
-def test_the_root_is_the_sum_after_many_updates():
-    rng = np.random.default_rng(1)
-    sums, starts = planted([0] * 5000)
-    weights = np.zeros(5000)
-    for _ in range(1000):
-        leaves, values = rng.permutation(5000)[:1000], 10 ** rng.uniform(-6, 6, 1000)
-        weights[leaves] = values
-        tree.set_leaves(sums, starts, False, leaves, values)
-    assert sums[0] == pytest.approx(weights.sum(), rel=1e-12)
-    renewed = sums.copy()
-    tree.renew(renewed, starts, False)
-    assert np.array_equal(renewed, sums)
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 63, 64, 65, 1023, 40_000])
+@pytest.mark.requirement("per-draws")
+def test_the_share_of_each_leaf_is_exact(size):
+    weights = 0.5 + np.random.default_rng(size).random(size)
+    made, num_draws = Tree(weights), 8 * size
+    first, last = size // 5, size - size // 7
+    for ranges, start, stop in ((((), ()), 0, size), (((first,), (last,)), first, last)):
+        counts = np.bincount(made.draw(grid(num_draws), ranges)[0], minlength=size)
+        share = weights[start:stop] / weights[start:stop].sum() * num_draws
+        assert np.abs(counts[start:stop] - share).max() < 1.0
+        assert counts[start:stop].sum() == num_draws
+
+
+@pytest.mark.requirement("per-draws")
+@pytest.mark.parametrize("ranges", [((0,), (30,)), ((20, 3, 11), (30, 9, 11))])
+def test_draws_are_as_likely_as_they_should_be(ranges):
+    weights = np.arange(1.0, 31.0)
+    inside = np.concatenate([np.arange(*bounds) for bounds in zip(*ranges, strict=True)])
+    counts = np.bincount(Tree(weights).draw(random_noise(50_000), ranges)[0], minlength=30)[inside]
+    assert counts.sum() == 50_000
+    assert chisquare(counts, 50_000 * weights[inside] / weights[inside].sum()).pvalue > 1e-3
+
+
+@pytest.mark.requirement("ere-per")
+def test_a_light_range_beside_heavy_leaves_is_drawn_exactly():
+    # Sums up to a leaf, taken from one another, would have lost these weights altogether.
+    weights = np.full(1000, 1e15)
+    weights[500:504] = 1e-6, 2e-6, 3e-6, 4e-6
+    leaves, total = Tree(weights).draw(grid(1000), ((500,), (504,)))
+    assert total == pytest.approx(1e-5)
+    assert np.bincount(leaves, minlength=504)[500:].tolist() == [100, 200, 300, 400]
+
+
+@pytest.mark.requirement("per-update")
+def test_the_root_is_the_sum_after_a_million_updates():
+    made, rng = Tree([], 50_000), np.random.default_rng(3)
+    for _ in range(100):
+        # Over twelve orders of magnitude, where sums that are added to would drift.
+        made.set(rng.integers(50_000, size=10_000), 10 ** rng.uniform(-6, 6, 10_000))
+    assert made.sums[0] == pytest.approx(made.weights.sum(), rel=1e-6)
+    # Equal weights make equal trees, whatever their history, also if all are joined at once.
+    fresh = Tree([], 50_000)
+    fresh.weights[:] = made.weights
+    tree.renew(fresh.sums, fresh.starts, False)
+    assert fresh.sums.tolist() == made.sums.tolist()
+
+
+magnitudes = st.sampled_from([(0.0, 1.0), (1e-120, 1e-100), (1e-10, 1e30), (1e200, 1e300)])
 
 
 @st.composite
 def histories(draw):
-    """A number of leaves, updates of their whole weights, and disjoint ranges; none is all."""
-    size = draw(st.integers(1, 150))
-    update = st.dictionaries(st.integers(0, size - 1), st.integers(0, 9), min_size=1)
-    bounds = draw(st.lists(st.integers(0, size), max_size=6, unique=True).map(sorted))
-    pairs = [*zip(bounds[::2], bounds[1::2], strict=False)]
-    return size, draw(st.lists(update, min_size=1, max_size=4)), pairs
+    """Writes to a tree of some size, then ranges of leaves, and a seed."""
+    size = draw(st.sampled_from([1, 7, 8, 9, 60, 64, 65, 500, 513, 4097]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    writes = []
+    for _ in range(draw(st.integers(1, 4))):
+        batch = draw(st.sampled_from([1, 3, 8, 40, 700]))
+        weights = rng.uniform(*draw(magnitudes), batch)
+        weights[rng.random(batch) < draw(st.sampled_from([0.0, 0.3, 0.9]))] = 0.0
+        writes.append((rng.integers(0, size, batch), weights))
+    bounds = np.sort(rng.integers(0, size + 1, 2 * draw(st.integers(1, 4))))
+    order = rng.permutation(len(bounds) // 2)
+    return size, writes, (bounds[::2][order], bounds[1::2][order]), int(rng.integers(2**31))
 
 
-@given(history=histories())
+@settings(max_examples=50)
+@given(histories())
 def test_it_answers_as_a_list_does(history):
-    size, updates, pairs = history
-    weights = np.zeros(size)
-    (sums, starts), (least, _) = planted(weights), planted(weights, is_least=True)
-    for update in updates:
-        leaves, values = ints(*update), np.array([*update.values()], float)
-        weights[leaves] = values
-        for nodes, is_least in ((sums, False), (least, True)):
-            tree.set_leaves(nodes, starts, is_least, leaves, values)
-    ranges = ints(*zip(*pairs, strict=True)) if pairs else ALL
-    listed = np.concatenate([np.arange(*pair) for pair in pairs or [(0, size)]])
-    positive = weights[listed][weights[listed] > 0]
-    assert tree.least_within(least, starts, ranges) == positive.min(initial=np.inf)
-    if len(positive):
-        noise = random_noise(50)
-        leaves, _, total = drawn(sums, starts, noise, ranges)
-        ends = weights[listed].cumsum()
-        assert total == ends[-1]
-        # Whole numbers are added exactly.
-        expected = ends.searchsorted((noise >> 10) * 2.0**-53 * total, side="right")
-        assert leaves.tolist() == listed[expected].tolist()
+    size, writes, ranges, seed = history
+    made, plain = Tree([], size), np.zeros(size)
+    for leaves, weights in writes:
+        for leaf, weight in zip(leaves, weights, strict=True):
+            plain[leaf] = weight
+        made.set(leaves, weights)
+    inside = [leaf for bounds in zip(*ranges, strict=True) for leaf in range(*bounds)]
+    assert made.weights.tolist() == plain.tolist()
+    for within, there in ((((), ()), [*range(size)]), (ranges, inside)):
+        positive = plain[there][plain[there] > 0]
+        assert made.least(within) == positive.min(initial=np.inf)
+        if len(positive):
+            leaves, total = made.draw(random_noise(64, seed), within)
+            assert {*leaves} <= {*there}
+            assert plain[leaves].min() > 0
+            assert total == pytest.approx(positive.sum(), rel=1e-12)
 
 
-@pytest.mark.parametrize("window", [1, 3, 5, 9])
-def test_the_newest_rows_are_the_ranges(window):
-    index = EpisodeIndex(10, 2)
-    index.cursors[:], index.tails[:] = (8, 2), (3, 0)
-    ranges = np.empty((2, 4), np.int64)
-    tree.newest_ranges(index.tables, window, ranges)
-    listed = [slot for pair in ranges.T for slot in range(*pair)]
-    newest = [step % 5 for step in range(max(3, 8 - window), 8)]
-    assert sorted(listed) == sorted([*newest, *(5 + step for step in range(max(0, 2 - window), 2))])
+@pytest.mark.requirement("ere-per")
+@settings(max_examples=50)
+@given(st.integers(1, 4), st.integers(2, 6), st.data())
+def test_the_newest_steps_are_ranges(num_lanes, num_steps, data):
+    index = EpisodeIndex(num_lanes * num_steps, num_lanes)
+    for lane in range(num_lanes):
+        index.cursors[lane] = cursor = data.draw(st.integers(0, 3 * num_steps))
+        index.tails[lane] = data.draw(st.integers(max(cursor - num_steps, 0), cursor))
+    for window in range(1, num_steps + 2):
+        ranges = np.empty((2, 2 * num_lanes), np.int64)
+        tree.newest_ranges(index.tables, window, ranges)
+        found = [leaf for bounds in ranges.T for leaf in range(*bounds)]
+        expected = [
+            lane * num_steps + step % num_steps
+            for lane in range(num_lanes)
+            for step in range(
+                max(index.tails[lane], index.cursors[lane] - window), index.cursors[lane]
+            )
+        ]
+        assert sorted(found) == sorted(expected)
