@@ -765,10 +765,9 @@ class ReplayStorage(
         if (sampler := self._prioritized) is None:
             return
         num_steps = 1 if self._unit is None else self._unit.num_steps
-        drawn = drawn_priorities(data, self.priority_key, priority, sampler.reduction, num_steps)
-        if drawn is None:
-            return
-        slots, values, steps = drawn
+        slots, values, steps = drawn_priorities(
+            data, self.priority_key, priority, sampler.reduction, num_steps
+        )
         with self._replay_lock, self._write_lock:
             sampler.set_priorities(self._storage, slots, values, steps)
 
