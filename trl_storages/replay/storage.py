@@ -882,6 +882,7 @@ class ReplayStorage(
         self.__dict__.update(state)
         self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
         self._ahead = Ahead(self._draw_ahead, prefetch)
+        self._storage.is_replayed = True  # a copy of a directory knows nothing of the storage
         if rest is not None:
             parsed_rest(self, pickle.loads(rest))()
 
