@@ -16,7 +16,7 @@ import numpy as np
 
 __all__ = ["Arena"]
 
-#: Whether the system takes back pages of a mapping.
+#: Whether the system takes back pages of a mapping, and reserves room for those of a file.
 GIVES_BACK = sys.platform == "linux"
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
@@ -66,7 +66,7 @@ class Arena:
         if file is not None:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
-        if lazy is not None:
+        if lazy is not None and GIVES_BACK:
             for name, (dtype, shape) in shapes.items():
                 if name not in lazy:
                     size = prod(shape) * np.dtype(dtype).itemsize
@@ -155,6 +155,8 @@ class Arena:
         Raises:
             OSError: the disk is full.
         """
+        if not GIVES_BACK:
+            return
         start, end = self._starts[name] + first, self._starts[name] + end
         os.posix_fallocate(self._file, start, end - start)
         page = start // _PAGE * _PAGE
