@@ -235,22 +235,28 @@ def fill(
         OSError: the disk is full.
     """
     index.clear()
-    for number, lane in enumerate(saved.lanes):
-        if not lane.cursor:
-            continue
-        # The oldest steps go whose entries do not fit.
-        least = int(lane.places[-1]) + 2 - index.entries_per_lane + index.stack - 1
-        fitting = lane.without(int(np.searchsorted(lane.places, least)), index.stack)
-        index.set_lane(
-            *(number, fitting.steps, fitting.places, fitting.begins, fitting.ends),
-            first=fitting.first,
-            tail=fitting.tail,
-        )
-        if priorities is not None:
-            slots = number * index.steps_per_lane + fitting.steps % index.steps_per_lane
-            priorities[slots] = fitting.priorities
-        if rows is not None:
-            rows.fill(number, fitting.entries)
+    try:
+        for number, lane in enumerate(saved.lanes):
+            if lane.cursor:
+                _fill_lane(number, lane, index, rows, priorities)
+    except BaseException:
+        index.clear()  # rather no rows than some of them
+        raise
+
+
+def _fill_lane(
+    number: int, lane: PackedLane, index: EpisodeIndex, rows: Any, priorities: np.ndarray | None
+) -> None:
+    # The oldest steps go whose entries do not fit.
+    least = int(lane.places[-1]) + 2 - index.entries_per_lane + index.stack - 1
+    lane = lane.without(int(np.searchsorted(lane.places, least)), index.stack)
+    columns = lane.steps, lane.places, lane.begins, lane.ends
+    index.set_lane(number, *columns, first=lane.first, tail=lane.tail)
+    if priorities is not None:
+        slots = number * index.steps_per_lane + lane.steps % index.steps_per_lane
+        priorities[slots] = lane.priorities
+    if rows is not None:
+        rows.fill(number, lane.entries)
 
 
 def check(saved: Packed, index: EpisodeIndex) -> None:
