@@ -47,7 +47,7 @@ class RowView:
         episodes: which rows are in which episodes; it takes and returns tensors on the host.
         window: the n rows from each one, `[n, B]`, while an `NStep` is to fold them; else None. The last
             row of an episode is repeated.
-        lengths: of a window, how many different rows there are, `[B]` int64 on the host.
+        lengths: how many rows of the window differ, `[B]` int64 on the host; None if it was never there.
         changes: what the sampler drew and transforms set, key -> value.
         read: the slots of all rows that were read, of further ones too.
     """
@@ -98,6 +98,8 @@ class RowView:
         found = self.changes.get(key)
         if found is None:
             found = self._fetched.get(key)
+        if found is None and not self._is_batch:
+            found = self._fetched[key] = self._storage.rows.take(unravel_key(key), self._places)
         return self._fetch(unravel_key(key)) if found is None else found
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
@@ -119,18 +121,14 @@ class RowView:
             self.changes[unravel_key(key)] = value
 
     def _fetch(self, key: NestedKey) -> torch.Tensor:
-        """Returns a field that was not fetched yet; of a batch, all are fetched at once."""
-        if key in self.changes:
-            return self.changes[key]
-        storage = self._storage
-        if not self._is_batch:
-            found = self._fetched[key] = storage.rows.take(key, self._places)
-            return found
+        """Returns a field of a batch, all of which are fetched at once."""
         if self._block is None:
             self._gather()
-        if key not in self._fetched:
-            storage.layout.field(key)  # raises, with the fields that there are
-        return self._fetched[key]
+        found = self.changes.get(key, self._fetched.get(key))
+        if found is None:
+            self._storage.layout.field(key)  # raises, with the fields that there are
+            raise KeyError(key)
+        return found
 
     def _gather(self) -> None:
         """Gathers whole rows, with what is to be pasted into them."""
@@ -174,7 +172,7 @@ class RowView:
             )
         slots, lengths = self.episodes.windows(self.slots, num_rows)
         self.window = window = RowView(self._storage, slots)
-        window.lengths, window.read = lengths, self.read
+        window.read, self.lengths = self.read, lengths
         self.read.append(slots)
         self._last = window._places[-1]
 

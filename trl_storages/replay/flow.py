@@ -53,7 +53,9 @@ class Flow:
         for part in self.others:
             refuse_stock(part)
         self._unwritten = _unwritten(layers, replayed)
-        self._prepares = [part.prepare for part in replayed]
+        # Those that need nothing more are not asked each time.
+        prepared = [it for it in replayed if type(it).prepare is not ReplayTransform.prepare]
+        self._prepares = [part.prepare for part in prepared]
         self._replays = [
             part.replay if isinstance(part, ReplayTransform) else partial(_transform, part)
             for part in parts

@@ -30,10 +30,8 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
     they are.
     """
 
-    @property
-    def num_draws(self) -> int:
-        """D, how many random numbers it takes for each row."""
-        return 1
+    #: D, how many random numbers it takes for each row.
+    num_draws = 1
 
     @property
     def layers(self) -> list[OwnSampler]:

@@ -104,6 +104,7 @@ class HERSampler(WrappingSampler):
     HERSampler(strategy='final', num_goals=2, base=UniformSampler())
     """
 
+    _own_draws = 1
     strategy: Any = Checked(_strategy)
     num_goals: Any = Checked(_num_goals)
     discount: Any = Checked(unit_interval)
@@ -130,11 +131,6 @@ class HERSampler(WrappingSampler):
                     f"base must draw another goal, got {layer.goal_key!r} there and {self.goal_key!r} "
                     "here: name another goal_key, or draw goals of several kinds by a mixture."
                 )
-
-    @property
-    def num_draws(self) -> int:
-        """D, how many random numbers it takes for each row."""
-        return self._base.num_draws + 1
 
     @property
     def goal_key(self) -> NestedKey:

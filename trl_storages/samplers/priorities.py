@@ -54,6 +54,8 @@ class Priorities:
         #: The largest raw priority so far, 1 before one is set.
         self.largest = np.float32(largest[0])
         self.is_set = largest[1]
+        #: How often rows were drawn by them.
+        self.num_draws = 0
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""

@@ -115,8 +115,6 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self._priorities: Priorities | None = None
         # The largest priority of the priorities to be made, and whether one was set; None is not known.
         self._largest: tuple[float, bool] | None = None
-        # Draws so far; -inf once priorities have been reported.
-        self._unanswered = 0.0
 
     def priorities_of(self, storage: PackedStorage) -> Priorities:
         """Returns the priorities of a storage's rows, which know all of them.
@@ -147,8 +145,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
         """
         priorities = self.priorities_of(storage)
-        self._unanswered += 1
-        if self._unanswered == _FORGOTTEN:
+        priorities.num_draws += 1
+        if priorities.num_draws == _FORGOTTEN and not priorities.is_set:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
@@ -232,7 +230,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         least = at.min() if len(at) else 0
         if least < -1 or at.max(initial=0) >= storage.max_size:
             raise IndexError(f"slots must be below {storage.max_size}, got {[least, at.max()]}.")
-        known, self._unanswered = self.priorities_of(storage), -math.inf
+        known = self.priorities_of(storage)
         stamps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
         held = stamps.numpy()
         if least < 0:

@@ -36,12 +36,15 @@ class WrappingSampler(OwnSampler):
     """A sampler that changes what its `base` draws.
 
     Args:
-        base: draws the rows; None draws uniformly. What is drawn is that of its `draw`, not of its
-            `sample`.
+        base: draws the rows; None draws uniformly. It may be replaced, from the innermost sampler
+            outwards. Its `draw` is asked, not its `sample`.
 
     Raises:
         TypeError: it is no sampler of this library, and none of TorchRL's with an equal here.
     """
+
+    # How many random numbers it takes for each row beside those of its base.
+    _own_draws = 0
 
     def __init__(self, base: Sampler | None) -> None:
         super().__init__()
@@ -59,14 +62,10 @@ class WrappingSampler(OwnSampler):
         arguments.instance("base", base, OwnSampler, what=what)
         self._check_base(base)
         self._base: OwnSampler = base
+        self.num_draws = base.num_draws + self._own_draws
 
     def _check_base(self, base: OwnSampler) -> None:
         """Raises if this sampler can't change what `base` draws."""
-
-    @property
-    def num_draws(self) -> int:
-        """D, how many random numbers it takes for each row."""
-        return self._base.num_draws
 
     @property
     def layers(self) -> list[OwnSampler]:

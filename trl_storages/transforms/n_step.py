@@ -127,7 +127,7 @@ class NStep(ReplayTransform):
                 f"NStep folds {self.reward_key!r} of its window: a transform before it must change that "
                 "of rows.steps."
             )
-        rewards, lengths, changes = window[self.reward_key], window.lengths, window.changes
+        rewards, lengths, changes = window[self.reward_key], rows.lengths, window.changes
         if rewards.device.type != "cpu":
             lengths = sent(lengths, rewards.device)
         # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
@@ -139,10 +139,13 @@ class NStep(ReplayTransform):
             if key[0] == "next" and key != self.reward_key:
                 rows[key] = _of_row(window[key], lengths - 1)
         rows.window = None
-        size = rewards.shape[1:]
         rows[self.reward_key] = _folded(rewards, lengths, self.discount)
-        lengths = lengths.view(-1, *(1,) * (len(size) - 1))
-        rows[self.steps_to_next_obs_key] = lengths.expand(size).contiguous()
+        size = rewards.shape[1:]
+        if size.numel() == len(lengths):
+            rows[self.steps_to_next_obs_key] = lengths.view(size)
+        else:
+            lengths = lengths.view(-1, *(1,) * (len(size) - 1))
+            rows[self.steps_to_next_obs_key] = lengths.expand(size).clone()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"

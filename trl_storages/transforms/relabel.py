@@ -126,15 +126,6 @@ class GoalRelabel(ReplayTransform):
         """Further entries passed to the functions."""
         return self._info_keys
 
-    def prepare(self, rows: RowView) -> None:
-        """Checks that no `NStep` stands before it.
-
-        Raises:
-            RuntimeError: one does.
-        """
-        if rows.window is not None:
-            raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
-
     def replay(self, rows: RowView) -> None:
         """Relabels the goals, and recomputes rewards and flags.
 
@@ -144,7 +135,10 @@ class GoalRelabel(ReplayTransform):
                 or flags are stored with more than one value per row.
             TypeError: achieved goals are floating but desired goals are not, or `terminated_fn` did not
                 return bool.
+            RuntimeError: an `NStep` stands before it.
         """
+        if rows.lengths is not None and rows.window is None:
+            raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
         index, mask = rows.drawn.get(self._index_key), rows.drawn.get(self._mask_key)
         if index is None or mask is None:
             of_goal = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
