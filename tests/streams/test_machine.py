@@ -15,7 +15,6 @@ from tensordict import unravel_key
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
-from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout
 
 #: A smaller counterexample is looked for by the long search, as it takes minutes.
@@ -345,7 +344,6 @@ class Machine(RuleBasedStateMachine):
         slots = torch.tensor([e * T + s % T for e, s in steps], dtype=torch.int64)
         expected = np.array([self.lanes[e].rows[s] for e, s in steps])
         noise = torch.from_numpy(self.rng.integers(0, 2**63 - 1, 64))
-        window = int(self.rng.integers(1, T + 1))
         picked = slots[torch.from_numpy(self.rng.integers(0, len(slots), 12))] if steps else slots
         drawn, seed = [], int(self.rng.integers(2**32))
         by_age = sorted(steps, key=lambda it: it[1] - len(self.lanes[it[0]].rows))
@@ -379,9 +377,10 @@ class Machine(RuleBasedStateMachine):
                 is_next = key[0] == "next"
                 assert same_bits(mixed[key], view[order] if is_next else view)
             self.check_steps(index, slots, steps, tails)
-            draws = self.check_draws(index, noise, window, picked, tails, seed)
-            drawn.append(torch.cat([draws, self.check_episode_draws(index, seed)]))
+            self.check_windows(index, picked, steps, tails)
+            drawn.append(index.draw(noise))
         assert all(torch.equal(it, drawn[0]) for it in drawn)
+        assert not drawn or {*drawn[0].tolist()} <= {*slots.tolist()}
 
     def check_episodes(self, index, tails):
         expected = []
@@ -412,89 +411,17 @@ class Machine(RuleBasedStateMachine):
         assert index.is_done(slots).tolist() == [self.lanes[e].done[s] for e, s in steps]
         assert index.steps_of(slots).tolist() == [s for _, s in steps]
 
-    def check_episode_draws(self, index, seed):
-        listed = index.episodes()
-        firsts = listed["first"][listed["finished"] & listed["whole"]].tolist()
-        generator = torch.Generator().manual_seed(seed)
-        if not firsts:
-            with pytest.raises(RuntimeError, match="no finished episode"):
-                index.random_episodes(1, generator)
-            return torch.empty(0, dtype=torch.int64)
-        drawn = index.random_episodes(5, generator)
-        assert set(drawn.tolist()) <= set(firsts)
-        return drawn
-
-    def check_draws(self, index, noise, window, picked, tails, seed):
-        T, rng = self.T, np.random.default_rng(seed)
-        step_of = dict(zip(index.live_slots().tolist(), self.live_steps(), strict=True))
-        drawn = index.draw(noise, window)
-        for slot in drawn.tolist():
-            e, _, s = step_of[slot]
-            assert s >= len(self.lanes[e].rows) - window
-        results = [drawn]
-        # Noise in equal steps reaches every row of a support that is not larger.
-        even = torch.arange(4 * T, dtype=torch.int64) * (2**63 // (4 * T)) + 1
-        for slot in picked.tolist()[:4]:
-            e, _, s = step_of[slot]
-            _, alive, last = self.reachable(e, s, int(tails[e]))
-            support = {
-                "future": range(s, last + 1),
-                "final": [last],
-                "episode": range(alive, last + 1),
-                "geometric": [min(s + 2, last)],
-                "current": [s],
-            }
-            for kind, number in GOAL_KINDS.items():
-                many = torch.full((4 * T,), slot)
-                kinds = torch.full((4 * T,), number, dtype=torch.uint8)
-                goals = index.goals(many, even, kinds, torch.full((4 * T,), 2.7).double())
-                results.append(goals)
-                found = set(goals.tolist())
-                if kind == "random":
-                    assert found <= set(step_of)
-                    continue
-                assert found == {e * T + it % T for it in support[kind]}
-        lanes = [step_of[slot] for slot in picked.tolist()]
-        moved = [rng.integers(int(tails[e]), len(self.lanes[e].rows)) - s for e, _, s in lanes]
-        shifted = index.shift(picked, torch.tensor(moved))
-        assert shifted.tolist() == [
-            e * T + (s + d) % T for (e, _, s), d in zip(lanes, moved, strict=True)
-        ]
-        n, S, burn_in = (int(it) for it in rng.integers(1, 8, 3))
-        burn_in = min(burn_in - 1, S - 1)
-        rows, lengths = index.windows(picked, n)
+    def check_windows(self, index, picked, steps, tails):
+        """Rows that follow, of the same episode; the laws of draws are the contract's."""
+        step_of = dict(zip(index.live_slots().tolist(), steps, strict=True))
+        n = int(self.rng.integers(1, 8))
+        found, lengths = index.windows(picked, n)
         for b, slot in enumerate(picked.tolist()):
-            e, _, s = step_of[slot]
+            e, s = step_of[slot]
             _, _, last = self.reachable(e, s, int(tails[e]))
             wanted = [min(s + j, last) for j in range(n)]
-            assert rows[:, b].tolist() == [e * T + it % T for it in wanted]
+            assert found[:, b].tolist() == [e * self.T + it % self.T for it in wanted]
             assert lengths[b] == len(set(wanted))
-        results += [rows, lengths]
-        for how in ("pad", "fit", "cross"):
-            rows, valid, begins = index.sequences(picked, burn_in, S, how)
-            for b, slot in enumerate(picked.tolist()):
-                e, _, s = step_of[slot]
-                _, low, high = self.reachable(e, s, int(tails[e]))
-                if how == "cross":
-                    low, high = int(tails[e]), len(self.lanes[e].rows) - 1
-                begin = s - burn_in
-                if how == "fit":
-                    inside = range(low, high + 1)
-
-                    def fits(begin, inside=inside, start=begin):
-                        late = sum(it in inside for it in range(begin + burn_in, begin + S))
-                        early = sum(it in inside for it in range(begin, begin + burn_in))
-                        return late, early, -abs(begin - start)
-
-                    begin = max(range(low - S, high + S + 1), key=fits)
-                wanted = range(begin, begin + S)
-                there = [min(max(it, low), high) for it in wanted]
-                assert rows[b].tolist() == [e * T + it % T for it in there], (how, burn_in, S)
-                assert valid[b].tolist() == [it == x for it, x in zip(there, wanted, strict=True)]
-                firsts = [self.reachable(e, it, 0)[0] == it for it in there]
-                assert begins[b].tolist() == firsts
-            results += [rows, valid, begins]
-        return torch.cat([it.reshape(-1).long() for it in results])
 
 
 TestStreams = pytest.mark.requirement("stored-once")(Machine.TestCase)

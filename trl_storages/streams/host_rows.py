@@ -191,6 +191,8 @@ class HostRows:
         """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
         field, words, start, size = self._found.get(key) or self._elements(key)
         at = places.numpy().reshape(-1)
+        if not len(at):  # has no strides to be viewed by
+            return torch.empty(*places.shape, *field.shape, dtype=field.dtype)
         if field.is_next:
             at = at + 1
         if field.stack is None:
