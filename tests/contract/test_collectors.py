@@ -11,7 +11,7 @@ import pytest
 import torch
 from contract.lanes import Lanes
 from contract.make import make, make_for
-from contract.steps import Player, ids_of, rows
+from contract.steps import Player, assert_same, ids_of, rows
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import GymWrapper, SerialEnv
@@ -233,6 +233,18 @@ class TestProcesses:
         assert child.exitcode == 0
         assert len(storage) == storage.write_count == 9
         storage.validate()
+
+    def test_a_shared_storage_in_a_spawned_process(self, start_processes_by):
+        start_processes_by("spawn")
+        storage, player = make("prioritized", size=12).share(), Player()
+        storage.extend(rows(player.play([4])))
+        steps = rows(player.play([], 3))
+        child = multiprocessing.get_context("spawn").Process(target=storage.extend, args=(steps,))
+        child.start()
+        child.join(300)
+        assert child.exitcode == 0
+        assert len(storage) == storage.write_count == 7
+        assert_same(storage[4:], steps)
 
     def test_priorities_and_emptying_in_a_shared_storage(self):
         storage, player = make("prioritized", size=12, beta=1.0, alpha=1.0), Player()

@@ -1,15 +1,17 @@
 """What a storage does beside drawing: seeds, parameters, prefetching, slices, whole episodes."""
 
 import math
+import threading
 from collections import Counter
 
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import PLACES, assemble, library, make
-from contract.steps import assert_batches, assert_same, ids_of, reward_fn, rows
+from contract.steps import Player, assert_batches, assert_same, ids_of, record, reward_fn, rows
 from scipy import stats
 from torchrl.data import RandomSampler
+from torchrl.envs.transforms import Transform
 
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
 each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
@@ -239,6 +241,74 @@ def test_what_a_storage_says_while_it_fills():
         assert storage.is_full == (num_steps >= 4)
         assert storage.write_count == 2 * num_steps
         assert storage.can_sample()
+
+
+class TestWaiting:
+    """As newer releases of TorchRL ask."""
+
+    def test_rows_that_come(self):
+        storage = make(size=40, batch_size=8)
+        writer = threading.Timer(0.1, storage.extend, [rows(Player().play([4]))])
+        writer.start()
+        assert len(storage.sample(wait=True, timeout=60)) == 8
+        writer.join()
+
+    def test_rows_that_do_not_come(self):
+        with pytest.raises(TimeoutError):
+            make().sample(wait=True, timeout=0.01)
+        cancelled = threading.Event()
+        cancelled.set()
+        with pytest.raises((TimeoutError, RuntimeError)):
+            make().sample(wait=True, cancel_event=cancelled)
+
+
+@pytest.mark.requirement("generation")
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_iteration_ends_with_the_epoch(prefetch):
+    sampler = library.UniformSampler(without_replacement=True)
+    storage = assemble(40, batch_size=4, sampler=sampler, prefetch=prefetch)
+    lanes = Lanes(40)
+    lanes.write(storage, [ends([5, 3])])
+    for _ in range(3):
+        epoch = [step for batch in storage for step in lanes.of(batch)]
+        assert Counter(epoch) == dict.fromkeys(lanes.live(), 1)
+    storage.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        storage.sample()
+
+
+class Tripled(Transform):
+    """Rewards are stored times three, and drawn as they were."""
+
+    def _call(self, data):
+        return data.set(("next", "reward"), data["next", "reward"] / 3)
+
+    forward = _call
+
+    def _inv_call(self, data):
+        return data.set(("next", "reward"), data["next", "reward"] * 3)
+
+
+@pytest.mark.parametrize("way", ["extend", "add", "record"])
+@pytest.mark.parametrize("is_appended", [False, True])
+def test_what_is_written_goes_through_the_inverse_of_transforms(way, is_appended, place):
+    transform = None if is_appended else Tripled()
+    storage, player = make(place=place, transform=transform, batch_size=32), Player()
+    if is_appended:
+        storage.append_transform(Tripled())
+    steps = player.play([4])
+    for step in steps:
+        if way == "record":
+            record(storage, [step], "goals")
+        else:
+            data = rows([step])
+            storage.add(data[0]) if way == "add" else storage.extend(data)
+    expected = rows(steps)
+    reward = expected["next", "reward"]
+    assert torch.equal(storage[:]["next", "reward"], reward * 3)
+    drawn, ids = storage.sample(), ids_of(expected).tolist()
+    at = [ids.index(number) for number in ids_of(drawn).tolist()]
+    torch.testing.assert_close(drawn["next", "reward"], reward[at])
 
 
 def test_explain():
