@@ -9,7 +9,7 @@ import numpy as np
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
-from trl_storages.kernels.streams import CUT, DONE, GOES_ON
+from trl_storages.kernels.words import CUT, DONE, GOES_ON
 from trl_storages.streams import Arena, Layout
 
 __all__ = ["forget_beyond", "recover"]

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from trl_storages.index import invariants, whole_episodes
 from trl_storages.kernels import draws, streams
-from trl_storages.kernels.streams import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL
+from trl_storages.kernels.words import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL
 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
 
@@ -299,12 +299,12 @@ class EpisodeIndex:
 
     def ahead(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of its episode come after each row, `[B]` int64: of the last one 0."""
-        return self.bounds(slots)[:, 1]
+        return self.bounds(slots)[:, draws.END]
 
     def behind(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns how many rows of its episode that are still stored came before each row, `[B]`."""
         found = self.bounds(slots)
-        return -torch.maximum(found[:, 0], found[:, 2])
+        return -torch.maximum(found[:, draws.BEGIN], found[:, draws.OLDEST])
 
     def is_done(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns whether each row ends its episode, `[B]` bool."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trl_storages.kernels.streams import DONE, FIRST, LAST
+from trl_storages.kernels.words import DONE, FIRST, LAST
 
 if TYPE_CHECKING:
     from trl_storages.index.episode_index import EpisodeIndex

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from trl_storages.kernels.streams import DONE, FIRST, LAST
+from trl_storages.kernels.words import DONE, FIRST, LAST
 
 if TYPE_CHECKING:
     from trl_storages.index.episode_index import EpisodeIndex

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.compile import fence, inlined, loop
+from trl_storages.kernels.words import CURSOR, DONE, FIRST, LANES, LAST, SAME, STEPS, TAIL
 
 __all__ = [
     "NUMBER",
@@ -43,8 +44,6 @@ _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB -
 # `>>` fills with the sign: the masks make it fill with zeros.
 _BY_27, _BY_30, _BY_31 = 2**37 - 1, 2**34 - 1, 2**33 - 1
 _MOST = 2**60
-# Columns of `lanes` and `spans`, and a value of `ends`, as in `kernels.streams`.
-_CURSOR, _TAIL, _FIRST, _LAST, _DONE, _SAME = 0, 1, 0, 1, 1, 0
 
 
 def factors(entry_words: int, frames: int) -> np.ndarray:
@@ -117,15 +116,15 @@ def mark(
     _, episode, ends, spans, lanes, _, _, k = index
     marks, c = marked
     for m in range(len(which)):
-        e, step = which[m], lanes[which[m], _CURSOR]
+        e, step = which[m], lanes[which[m], CURSOR]
         for i in range(offsets[m], offsets[m + 1]):
             p = at[i]
             # Observations that were there are marked already.
-            for q in range(p - (k - 1) if how[i] != _SAME else p + 1, p + 2):
+            for q in range(p - (k - 1) if how[i] != SAME else p + 1, p + 2):
                 marks[q, NUMBER] = marks[q, OF_STEP] = 0
                 marks[q, OF_OBSERVATION] = _of_observation(entries, q, size, c)
-            begins = spans[e, episode[slots[i]], _FIRST] == step
-            number = (step + 1) << 2 | (2 if begins else 0) | (1 if ends[slots[i]] == _DONE else 0)
+            begins = spans[e, episode[slots[i]], FIRST] == step
+            number = (step + 1) << 2 | (2 if begins else 0) | (1 if ends[slots[i]] == DONE else 0)
             marks[p, OF_STEP] = _of_step(entries, marks, p, size, k, number, c)
             marks[p, NUMBER] = number
             step += 1
@@ -170,18 +169,18 @@ def _is_right(
     p, number = where[slot], episode[slot]
     if not (e * M + k - 1 <= p < e * M + M - 1 and 0 <= number <= T and ends[slot] <= 2):
         return False
-    first, last = spans[e, number, _FIRST], min(spans[e, number, _LAST], cursor - 1)
+    first, last = spans[e, number, FIRST], min(spans[e, number, LAST], cursor - 1)
     if not 0 <= first <= s <= last:
         return False
     is_next = False
     if s > begin:
         if (first == s) != (episode[before] != number):
             return False
-        if first == s and spans[e, episode[before], _LAST] != s - 1:
+        if first == s and spans[e, episode[before], LAST] != s - 1:
             return False
         if first == s and number != (episode[before] + 1) % (T + 1):
             return False
-        if first < s and ends[before] == _DONE:
+        if first < s and ends[before] == DONE:
             return False
         # Entries lie one behind another, but for one return to the beginning of the lane.
         oldest, previous = where[e * T + begin % T], where[before]
@@ -191,7 +190,7 @@ def _is_right(
                 return False
         elif p <= previous or p + 1 >= oldest - (k - 1):
             return False
-    sought = (s + 1) << 2 | (2 if first == s else 0) | (1 if ends[slot] == _DONE else 0)
+    sought = (s + 1) << 2 | (2 if first == s else 0) | (1 if ends[slot] == DONE else 0)
     if marks[p, NUMBER] != sought or (s == cursor - 1 and last != s):
         return False
     if not reads_rows:
@@ -210,15 +209,15 @@ def first_wrong(index: Any, entries: Any, size: int, marked: Any, reads_rows: bo
     A writer may go on meanwhile. Without `reads_rows` the index alone is checked, with the numbers of
     the steps.
     """
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     for e in range(len(lanes)):
-        cursor = lanes[e, _CURSOR]
+        cursor = lanes[e, CURSOR]
         fence()
-        tail = lanes[e, _TAIL]
+        tail = lanes[e, TAIL]
         if not (0 <= cursor < _MOST and tail >= 0 and cursor - tail <= T):
             return e
         fence()
-        if tail > cursor == lanes[e, _CURSOR]:
+        if tail > cursor == lanes[e, CURSOR]:
             return e
         # The stream goes on from the last step, though it may not be live.
         begin = s = max(min(tail, cursor - 1), 0)
@@ -227,7 +226,7 @@ def first_wrong(index: Any, entries: Any, size: int, marked: Any, reads_rows: bo
                 s += 1
                 continue
             fence()
-            tail = min(lanes[e, _TAIL], lanes[e, _CURSOR] - 1)
+            tail = min(lanes[e, TAIL], lanes[e, CURSOR] - 1)
             if tail <= begin:
                 return e
             # Some of what was looked at gave way meanwhile.

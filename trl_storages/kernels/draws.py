@@ -1,6 +1,6 @@
 """Draws of rows, goals, windows and sequences: arithmetic of slots.
 
-An `index` is the tuple of `kernels.streams`; whatever lies beyond the cursors counts for nothing.
+An `index` is the tuple of `kernels.words`; whatever lies beyond the cursors counts for nothing.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
 
 Letters: B batch, E lanes, T steps a lane, n rows of a window, S rows of a sequence.
@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.compile import inlined, loop, prefetch
-from trl_storages.kernels.streams import CURSOR, FIRST, LAST, TAIL
+from trl_storages.kernels.words import CURSOR, FIRST, LANES, LAST, STEPS, TAIL, WHERE
 
 __all__ = [
+    "BEGIN",
     "BOUNDARIES",
+    "END",
     "GOAL_KINDS",
+    "NEWEST",
+    "OLDEST",
     "below",
     "bounds",
     "draw",
@@ -40,6 +44,8 @@ _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 BOUNDARIES = ("pad", "fit", "cross")
 _PAD, _FIT, _CROSS = range(3)
 
+#: Columns of `bounds`.
+BEGIN, END, OLDEST, NEWEST = range(4)
 # How many samples ahead memory is asked for.
 _AHEAD = 12
 
@@ -55,7 +61,7 @@ def below(noise: int, bound: int) -> int:
 @loop
 def window_of(index: Any, count: int) -> int:
     """Returns the least w such that the newest w steps of each lane are at least `count`, or all."""
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     low, high = 1, T
     while low < high:
         middle, reached = (low + high) // 2, 0
@@ -103,9 +109,9 @@ def bounds(index: Any, slots: Any) -> Any:
     """Returns where the episodes of rows begin and end, and their lanes.
 
     Returns:
-        `[B, 4]` int64, the number of the step less that of the row, of the first step of its episode,
-        which may be evicted, of the last one so far, and of the oldest and the newest live step of its
-        lane: the first and the third are 0 or negative.
+        `[B, 4]` int64 steps from the row, 0 or negative ones back: `BEGIN`, to the first step of its
+        episode, which may be evicted; `END`, to the last one so far; `OLDEST` and `NEWEST`, to those of
+        its lane that are live.
     """
     _, episode, _, spans, lanes, T, _, _ = index
     E = len(lanes)
@@ -120,18 +126,18 @@ def bounds(index: Any, slots: Any) -> Any:
         if i + _AHEAD < len(slots):
             prefetch(episode, slots[i + _AHEAD] * 8)
         e = slots[i] // T if E > 1 else 0
-        found[i, 0] = e * (T + 1) + episode[slots[i]]
-        prefetch(spans, found[i, 0] * 16)
+        found[i, BEGIN] = e * (T + 1) + episode[slots[i]]
+        prefetch(spans, found[i, BEGIN] * 16)
     for i in range(len(slots)):
         e = slots[i] // T if E > 1 else 0
         ahead = last_places[e] - (slots[i] - e * T)
         ahead = ahead if ahead >= 0 else ahead + T
-        number, step = found[i, 0] - e * (T + 1), newest[e] - ahead
+        number, step = found[i, BEGIN] - e * (T + 1), newest[e] - ahead
         # Of a row that has just given way everything may be wrong, but nothing lies beyond its lane.
-        found[i, 0] = min(spans[e, number, FIRST] - step, 0)
+        found[i, BEGIN] = min(spans[e, number, FIRST] - step, 0)
         # A step that is written but not yet published is not there.
-        found[i, 1] = max(min(spans[e, number, LAST] - step, ahead), 0)
-        found[i, 2], found[i, 3] = max(min(lanes[e, TAIL] - step, 0), 1 - T), ahead
+        found[i, END] = max(min(spans[e, number, LAST] - step, ahead), 0)
+        found[i, OLDEST], found[i, NEWEST] = max(min(lanes[e, TAIL] - step, 0), 1 - T), ahead
     return found
 
 
@@ -148,7 +154,7 @@ def moved(slot: int, steps: int, E: int, T: int) -> int:
 @loop
 def shift(index: Any, slots: Any, steps: Any, out: Any) -> None:
     """Moves each row by `steps` `[B]`, each less than T, in its lane."""
-    E, T = len(index[4]), index[5]
+    E, T = len(index[LANES]), index[STEPS]
     for i in range(len(slots)):
         out[i] = moved(slots[i], steps[i], E, T)
 
@@ -156,7 +162,7 @@ def shift(index: Any, slots: Any, steps: Any, out: Any) -> None:
 @loop
 def steps_of(index: Any, slots: Any, out: Any) -> None:
     """Returns which step of its lane each row is."""
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     E = len(lanes)
     last_places = np.empty(E, np.int64)
     for e in range(E):
@@ -170,7 +176,7 @@ def steps_of(index: Any, slots: Any, out: Any) -> None:
 @loop
 def still_live(index: Any, slots: Any, steps: Any, kept: Any) -> int:
     """Writes the places of those of `[B]` slots that hold these steps; returns how many there are."""
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     E, count = len(lanes), 0
     for i in range(len(slots)):
         e = slots[i] // T if E > 1 else 0
@@ -194,14 +200,14 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
         steps: `[B]` float64, rounded down; empty unless there are geometric ones.
         out: `[B]` slots.
     """
-    where, E, T = index[0], len(index[4]), index[5]
+    where, E, T = index[WHERE], len(index[LANES]), index[STEPS]
     found, any_random = bounds(index, slots), False
     for i in range(len(slots)):
         any_random |= kinds[i] == _RANDOM
     if any_random:
         draw(index, T, noise, out)
     for i in range(len(slots)):
-        kind, begin, end = kinds[i], max(found[i, 0], found[i, 2]), found[i, 1]
+        kind, begin, end = kinds[i], max(found[i, BEGIN], found[i, OLDEST]), found[i, END]
         if kind == _RANDOM:
             continue
         offset = 0
@@ -220,13 +226,13 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
 @loop
 def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
     """Returns `[n, B]` each row and those after it in its episode, the last repeated; and how many."""
-    E, T = len(index[4]), index[5]
+    E, T = len(index[LANES]), index[STEPS]
     found = bounds(index, slots)
     for j in range(len(out)):
         for i in range(len(slots)):
-            out[j, i] = moved(slots[i], min(j, found[i, 1]), E, T)
+            out[j, i] = moved(slots[i], min(j, found[i, END]), E, T)
     for i in range(len(slots)):
-        lengths[i] = min(len(out), found[i, 1] + 1)
+        lengths[i] = min(len(out), found[i, END] + 1)
 
 
 @loop
@@ -250,12 +256,12 @@ def sequences(
     E, S = len(lanes), out.shape[1]
     found = bounds(index, slots)
     for i in range(len(slots)):
-        first, oldest, begin = found[i, 0], found[i, 2], -burn_in
-        low, high = max(first, oldest), found[i, 1]
+        first, oldest, begin = found[i, BEGIN], found[i, OLDEST], -burn_in
+        low, high = max(first, oldest), found[i, END]
         e = slots[i] // T if E > 1 else 0
         step = lanes[e, TAIL] - oldest
         if boundary == _CROSS:
-            low, high = oldest, found[i, 3]
+            low, high = oldest, found[i, NEWEST]
         elif boundary == _FIT:
             # Forward until the burn-in fits, but only while the last row does; back until the last row
             # fits, but only while the rows from the anchor on do, which matter more than the burn-in.
@@ -271,7 +277,7 @@ def sequences(
 @loop
 def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
     """Lists the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
-    T, i = index[5], 0
+    T, i = index[STEPS], 0
     for e in range(len(firsts)):
         place = firsts[e] % T
         for _ in range(firsts[e], ends[e]):
@@ -283,7 +289,7 @@ def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
 @loop
 def first_not_live(index: Any, slots: Any) -> int:
     """Returns the place of the first of `[B]` slots that holds no live row; -1 if there is none."""
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     E = len(lanes)
     oldest = np.empty(E, np.int64)
     for e in range(E):

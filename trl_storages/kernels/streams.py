@@ -20,16 +20,7 @@ writes, B batch. In words of 8 bytes: W an entry, O its observation, the first F
 newest frame, S = O + (k - 1) F an observation as it is seen, with all its frames. A row as it is seen
 is `[observation S | step W - O | next observation S]`, stacks before all else of an observation.
 
-An `index` is the tuple of these tables:
-
-- `where` `[E T]`: the entry of the step in each slot. Step s of lane e is in slot `e T + s mod T`.
-- `episode` `[E T]`: the number of its episode in its lane, modulo T + 1.
-- `ends` `[E T]` uint8: whether the step is done, or its lane was cut when it was the newest. A row that
-  begins an episode for another reason, as behind a gap, changes `spans` alone.
-- `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
-- `lanes` `[E, 2]`: the steps written, and the oldest live step.
-- T, M, k.
-
+An `index` is that of `kernels.words`.
 `sizes` are `(F, O, first, end, R)`: the words `first` to `end` of S tell whether a row continues another,
 and from word R on the step of an entry holds what stands under `next`.
 """
@@ -42,18 +33,23 @@ import numpy as np
 
 from trl_storages.kernels.checks import mark
 from trl_storages.kernels.compile import copy_words, fence, loop, prefetch
+from trl_storages.kernels.words import (
+    AGAIN,
+    CURSOR,
+    DONE,
+    FIRST,
+    GAP,
+    GOES_ON,
+    LANES,
+    LAST,
+    SAME,
+    STACK,
+    STEPS,
+    TAIL,
+    WHERE,
+)
 
 __all__ = [
-    "AGAIN",
-    "CURSOR",
-    "CUT",
-    "DONE",
-    "FIRST",
-    "GAP",
-    "GOES_ON",
-    "LAST",
-    "SAME",
-    "TAIL",
     "compare",
     "copy_in",
     "cut_gaps",
@@ -71,15 +67,6 @@ __all__ = [
     "take_frames",
 ]
 
-CURSOR, TAIL = range(2)
-FIRST, LAST = range(2)
-#: Of `ends`.
-GOES_ON, DONE, CUT = range(3)
-#: How an observation compares with what the stream ends with. Any but the same is stored as an entry of
-#: its own: one that differs but continues the row before, as with a recurrent state that was computed
-#: anew, or one that lies elsewhere; and one that does not continue it.
-SAME, AGAIN, GAP = range(3)
-
 # How many rows ahead memory is asked for.
 _AHEAD = 16
 
@@ -87,7 +74,7 @@ _AHEAD = 16
 @loop
 def find_tips(index: Any, which: Any, tips: Any) -> None:
     """Finds the entry that each of some lanes' streams ends with, `[L]`; -1 if nothing was written."""
-    where, lanes, T = index[0], index[4], index[5]
+    where, lanes, T = index[WHERE], index[LANES], index[STEPS]
     for m in range(len(which)):
         e = which[m]
         cursor = lanes[e, CURSOR]
@@ -163,6 +150,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
         if begin == end:
             continue
         base, cursor, tail = e * M, lanes[e, CURSOR], lanes[e, TAIL]
+        # The newest step is in entry p, its next observation in p + 1: p + 2 is free.
         head = where[e * T + (cursor - 1) % T] - base + 2 if cursor else 0
         slot = tail % T
         # A block goes on to the end of the lane's entries, or starts from their beginning.
@@ -179,7 +167,8 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             place = head - 1 if how[i] == SAME else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
-                overlaps = head <= oldest + 1 and oldest - k < place + 1
+                # It needs entries oldest - (k - 1) to oldest + 1, the new one head to place + 1.
+                overlaps = head <= oldest + 1 and oldest - (k - 1) <= place + 1
                 if cursor + i - begin - tail < T and not overlaps:
                     break
                 tail += 1
@@ -253,7 +242,7 @@ def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> 
 @loop
 def publish(index: Any, which: Any, offsets: Any) -> None:
     """Makes the rows of a block count, lane by lane, each by one store."""
-    lanes = index[4]
+    lanes = index[LANES]
     fence()
     for m in range(len(which)):
         lanes[which[m], CURSOR] += offsets[m + 1] - offsets[m]
@@ -278,9 +267,9 @@ def put(
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
     tips = np.empty(len(which), np.int64)
     find_tips(index, which, tips)
-    compare(entries, sizes, index[7], tips, offsets, block, how)
+    compare(entries, sizes, index[STACK], tips, offsets, block, how)
     gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
-    copy_in(entries, sizes, index[7], block, how, at)
+    copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
         mark(index, entries, sizes[1], marked, which, offsets, how, at, slots)
     publish(index, which, offsets)
@@ -290,7 +279,7 @@ def put(
 @loop
 def is_stale(index: Any, slots: Any, steps: Any, stale: Any) -> None:
     """Says which rows, of these slots and steps, gave way while they were copied."""
-    lanes, T = index[4], index[5]
+    lanes, T = index[LANES], index[STEPS]
     fence()
     for i in range(len(slots)):
         stale[i] = steps[i] < lanes[slots[i] // T, TAIL]

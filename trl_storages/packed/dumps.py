@@ -19,7 +19,7 @@ from trl_storages import arguments
 from trl_storages.directory import Directory
 from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels.streams import CUT, FIRST, GOES_ON
+from trl_storages.kernels.words import CUT, FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 

@@ -14,6 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
+from trl_storages.kernels.words import AGAIN, GAP, SAME
 from trl_storages.streams.layout import Field, Layout
 from trl_storages.streams.staging import Block
 
@@ -135,16 +136,14 @@ class DeviceRows:
         differs = before != words[:, :S]
         begin, end = layout.sizes[2:4]
         goes_on = ~differs[:, begin:end].any(1)
-        how = torch.where(
-            differs.any(1), torch.where(goes_on, streams.AGAIN, streams.GAP), streams.SAME
-        )
+        how = torch.where(differs.any(1), torch.where(goes_on, AGAIN, GAP), SAME)
         lasts = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
         # Two bits, and one each: so one copy to the host brings all.
         flags = how + 4 * block.done + 8 * block.cut
         both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
         kinds = both[:size]
         found = (kinds & 3).astype(np.uint8)
-        found[first[self._tips(which) < 0]] = streams.GAP
+        found[first[self._tips(which) < 0]] = GAP
         return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(len(first), S)
 
     def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks, streams
+from trl_storages.kernels.words import GAP, SAME
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Field, Layout
 from trl_storages.streams.staging import Block
@@ -147,8 +148,8 @@ class HostRows:
         index, which = self._index, np.array([lane])
         slots = lane * index.steps_per_lane + index.steps_in(lane) % index.steps_per_lane
         at, cursor = index.where[slots], index.cursors[lane]
-        how = np.full(len(at), streams.GAP, np.uint8)
-        how[1:][np.diff(at) == 1] = streams.SAME
+        how = np.full(len(at), GAP, np.uint8)
+        how[1:][np.diff(at) == 1] = SAME
         index.cursors[lane] -= len(at)  # what is marked is not published yet
         checks.mark(
             *(index.tables, self.entries, self._layout.observation_words, self.marked),
