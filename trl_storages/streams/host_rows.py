@@ -199,12 +199,12 @@ class HostRows:
         if field.stack is None:
             found = np.empty((len(at), size), words.dtype)
             streams.take(words, at, start, found)
-            return torch.from_numpy(found).view(field.dtype).view(*places.shape, *field.shape)
+            return _as(field.dtype, found).view(*places.shape, *field.shape)
         k = self._layout.frames
         found = np.empty((len(at), k, size), words.dtype)
         streams.take_frames(words, at, start, k, found)
-        frames = torch.from_numpy(found).view(field.dtype)
-        return field.stack.stacks(frames.view(*places.shape, k, *field.frame_shape), field.shape)
+        frames = _as(field.dtype, found).view(*places.shape, k, *field.frame_shape)
+        return field.stack.stacks(frames, field.shape)
 
     def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
@@ -276,3 +276,9 @@ class HostRows:
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
         streams.rewrite(elements, places.numpy(), start, words)
+
+
+def _as(dtype: torch.dtype, words: np.ndarray) -> torch.Tensor:
+    """Returns copied words as values, `[*]`."""
+    # Flat, as an array without rows has strides that torch can't view.
+    return torch.from_numpy(words.reshape(-1)).view(dtype)
