@@ -45,7 +45,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                         help="where batches arrive, and the rows of who keeps them there")  # fmt: skip
-    parser.add_argument("--unequal", action="store_true", help="episodes of 1 to 99 steps, not 50")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each library")
     parser.add_argument("--quick", action="store_true", help="fewer rows, rounds and threads")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
@@ -96,7 +95,6 @@ def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
         batch_sizes=tuple(sorted(arguments.batches)),
         threads=threads,
         peers=tuple(arguments.peers),
-        unequal=arguments.unequal,
         effort=effort,
     )
 

@@ -21,7 +21,7 @@ SPARE_ROWS = 2000
 # Of them, those that are written between samples, over and over. A multiple of the episodes.
 NEW_ROWS = 400
 # Works on observations that are one array.
-FLAT = (*("n_step", "priorities", "recent", "pixels", "flat", "stacks"),)
+FLAT = ("n_step", "priorities", "recent", "flat", "stacks")
 
 Contestant = tuple[str, str]  # peer, work
 
@@ -35,7 +35,6 @@ class Plan:
         batch_sizes: B.
         threads: how many the libraries may use.
         peers: the libraries that may take part.
-        unequal: whether the episodes of all sections are of 1 to 99 steps instead of 50.
         effort: how much is measured, and on which device.
     """
 
@@ -43,7 +42,6 @@ class Plan:
     batch_sizes: tuple[int, ...] = (256, 4096)
     threads: int = 1
     peers: tuple[str, ...] = PEERS
-    unequal: bool = False
     effort: Effort = field(default_factory=Effort)
 
     @property
@@ -70,12 +68,11 @@ class Contest:
         contestants: list[Contestant],
         rows: int,
         *,
-        unequal: bool = False,
         columns: Columns | None = None,
         **attributes: Any,
     ):
         if columns is None:
-            columns = goal_columns(rows + SPARE_ROWS, unequal=unequal)
+            columns = goal_columns(rows + SPARE_ROWS)
             is_flat = any(work in FLAT for _, work in contestants)
             columns = flat_columns(columns) if is_flat else columns
         self.fill, self.new = take_rows(columns, 0, rows), take_rows(columns, rows, None)

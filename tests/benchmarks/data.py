@@ -28,7 +28,6 @@ __all__ = [
     "goal_columns",
     "goal_reward",
     "lane_steps",
-    "pixel_columns",
     "single_rows",
     "stacked_columns",
     "take_rows",
@@ -58,7 +57,7 @@ def goal_reward(achieved_goal: np.ndarray, desired_goal: np.ndarray) -> np.ndarr
     return (distance < 0.05**2).astype(np.float32) - 1
 
 
-def goal_columns(num_rows: int, *, unequal: bool = False, seed: int = 0) -> Columns:
+def goal_columns(num_rows: int, *, seed: int = 0) -> Columns:
     """Makes transitions of a goal environment, in time order.
 
     The next observation of a row is the observation of the row after it, up to the end of the
@@ -66,7 +65,6 @@ def goal_columns(num_rows: int, *, unequal: bool = False, seed: int = 0) -> Colu
 
     Args:
         num_rows: how many transitions, N; the last episode may be cut off.
-        unequal: episodes of 1 to 99 steps instead of 50.
         seed: of the generator.
 
     Returns:
@@ -76,8 +74,6 @@ def goal_columns(num_rows: int, *, unequal: bool = False, seed: int = 0) -> Colu
     """
     rng = np.random.default_rng(seed)
     lengths = np.full(num_rows // EPISODE_LENGTH + 1, EPISODE_LENGTH)
-    if unequal:
-        lengths = rng.integers(1, 2 * EPISODE_LENGTH, 2 * len(lengths) + 10)
     ends = np.cumsum(lengths) - 1  # [E] the last row of each episode
     rows = np.arange(num_rows)
     episodes = np.searchsorted(ends, rows)
@@ -114,26 +110,6 @@ def flat_columns(columns: Columns) -> Columns:
     return flat | {name: columns[name] for name in kept}
 
 
-def pixel_columns(num_rows: int, *, seed: int = 0) -> Columns:
-    """Makes transitions of a game seen as four stacked frames, in time order.
-
-    Args:
-        num_rows: how many transitions, N.
-        seed: of the generator.
-
-    Returns:
-        What `flat_columns` returns, with uint8 observations `[N, 4, 84, 84]` and one action.
-    """
-    rng = np.random.default_rng(seed)
-    flat = flat_columns(goal_columns(num_rows, seed=seed))
-    frames = rng.integers(0, 256, (num_rows + 1, *PIXEL_SHAPE), np.uint8)
-    return flat | {
-        "observation": frames[:-1],
-        "next_observation": frames[1:].copy(),
-        "action": flat["action"][:, :1].copy(),
-    }
-
-
 def stacked_columns(num_rows: int, *, seed: int = 0) -> Columns:
     """Makes transitions of a game seen as its four newest frames, in time order.
 
@@ -144,7 +120,7 @@ def stacked_columns(num_rows: int, *, seed: int = 0) -> Columns:
         seed: of the generator.
 
     Returns:
-        As `pixel_columns`.
+        What `flat_columns` returns, with uint8 observations `[N, 4, 84, 84]` and one action.
     """
     rng = np.random.default_rng(seed)
     flat = flat_columns(goal_columns(num_rows, seed=seed))

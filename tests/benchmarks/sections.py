@@ -22,7 +22,6 @@ from tests.benchmarks.data import (
     SEQUENCE_STEPS,
     flat_columns,
     goal_columns,
-    pixel_columns,
     stacked_columns,
     take_rows,
 )
@@ -33,7 +32,6 @@ from tests.benchmarks.results import Report, Result
 
 __all__ = ["SECTIONS", "prepare_process", "run_section"]
 
-PIXEL_ROWS = 5000
 # Rows that are stored once: they fill memory so far that what else a library needs hardly counts.
 ONCE_ROWS = {"flat": 200_000, "stacks": 4000}
 LOOP_ROWS = 200_000
@@ -55,7 +53,7 @@ def told(
     section: str, measured: Mapping[Contestant, list[float]], plan: Plan, **case: Any
 ) -> Iterator[Result]:
     """Names the rounds of each contestant."""
-    case = {"threads": plan.threads, "unequal": plan.unequal} | case
+    case = {"threads": plan.threads} | case
     for (peer, work), rounds in measured.items():
         yield Result(section=section, work=work, peer=peer, rounds=rounds, **case)
 
@@ -97,26 +95,19 @@ def contest_of(
     contestants: list[Contestant],
     rows: int,
     plan: Plan,
-    *,
-    unequal: bool | None = None,
     **options: Any,
 ) -> Contest:
     """Fills the libraries as it was asked for."""
-    unequal = plan.unequal if unequal is None else unequal
-    return Contest(contestants, rows, unequal=unequal, device=plan.device, **options)
+    return Contest(contestants, rows, device=plan.device, **options)
 
 
 def sampling(plan: Plan) -> Iterator[Result]:
     """Draws of batches, one write before each: every work at every size."""
     sizes = plan.sizes
-    cases = [(group, rows, plan.unequal) for group in GROUPS for rows in sizes]
-    if not plan.unequal and len(sizes) > 1:
-        cases.insert(2 * len(sizes), ("her", sizes[len(sizes) // 2], True))
-    for group, rows, unequal in cases:
-        contestants = who(plan, group, own=GROUPS[group])
-        contest = contest_of(contestants, rows, plan, unequal=unequal)
-        yield from drawn("sampling", contest, plan.batch_sizes, plan, unequal=unequal)
-        if group == "her" and (rows, unequal) == (sizes[-1], plan.unequal):
+    for group, rows in itertools.product(GROUPS, sizes):
+        contest = contest_of(who(plan, group, own=GROUPS[group]), rows, plan)
+        yield from drawn("sampling", contest, plan.batch_sizes, plan)
+        if group == "her" and rows == sizes[-1]:
             yield from written_and_drawn(contest, plan)
         del contest
 
@@ -168,13 +159,6 @@ def sequences(plan: Plan) -> Iterator[Result]:
         del contest
 
 
-def pixels(plan: Plan) -> Iterator[Result]:
-    """Batches of 256 stacked frames, as they are stored."""
-    rows = min(PIXEL_ROWS, plan.most_rows)
-    contest = contest_of(who(plan, "pixels"), rows, plan, columns=pixel_columns(rows + 100))
-    yield from drawn("pixels", contest, [256], plan, unequal=False)
-
-
 def stored_once(plan: Plan) -> Iterator[Result]:
     """Batches of flat observations and of stacked frames, stored once as well as a library can."""
     for work in tuple(ONCE_ROWS):
@@ -188,7 +172,7 @@ def stored_once(plan: Plan) -> Iterator[Result]:
         for turn in few.turns(16).values():
             turn.call()
         contest = contest_of(contestants, rows, plan, columns=columns)
-        for result in drawn(work, contest, [256], plan, unequal=False):
+        for result in drawn(work, contest, [256], plan):
             yield replace(result, row_nbytes=contest.row_nbytes[result.peer, result.work])
         del contest
 
@@ -202,7 +186,7 @@ def writing(plan: Plan) -> Iterator[Result]:
 def written(work: str, plan: Plan) -> Iterator[Result]:
     """Measures writes of one kind."""
     rows = plan.most_rows // LANES * LANES
-    columns = goal_columns(max(rows, 10_000), unequal=plan.unequal)
+    columns = goal_columns(max(rows, 10_000))
     fill = take_rows(columns, 0, rows)
     buffers = {
         contestant: adapter(*contestant, device=plan.device)(fill, rows)
@@ -242,7 +226,6 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
     "sampling": sampling,
     "writing": writing,
     "sequences": sequences,
-    "pixels": pixels,
     "stored_once": stored_once,
     "mapped": mapped,
     "cold": cold,

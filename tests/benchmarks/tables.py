@@ -22,7 +22,6 @@ WORKS = {
     "everything": "hindsight x 3-step x priorities x recency",
     "recent": "recency",
     "sequences": "sequences, 32 of 16 steps",
-    "pixels": "pixels",
     "flat": "flat observations",
     "stacks": "stacks of 84 x 84",
     "record": "record, one environment",
@@ -191,8 +190,8 @@ def format_sizes(report: Report) -> Iterator[str]:
 
 
 def format_rest(report: Report) -> Iterator[str]:
-    """Gives what is not a draw of rows: writes, sequences and pixels."""
-    sections = ("write_and_draw", "writing", "sequences", "pixels")
+    """Gives what is not a draw of rows: writes and sequences."""
+    sections = ("write_and_draw", "writing", "sequences")
     results = [r for section in sections for r in of_most(report, section)]
     rows = [
         (

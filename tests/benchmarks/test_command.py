@@ -142,7 +142,7 @@ def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("section", ["loop", "sampling", "writing", "sequences", "pixels"])
+@pytest.mark.parametrize("section", ["loop", "sampling", "writing", "sequences"])
 def test_a_section_is_measured_on_a_gpu(section):
     plan = replace(TINY, peers=PEERS, effort=replace(TINY.effort, device="cuda"))
     results = run_section(section, plan).results

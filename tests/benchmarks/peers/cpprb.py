@@ -230,7 +230,6 @@ WORKS = {
     "her": Hindsight,
     "n_step": NStep,
     "priorities": Prioritized,
-    "pixels": Uniform,
     "flat": FlatOnce,
     "stacks": StacksOnce,
     "extend": Extend,

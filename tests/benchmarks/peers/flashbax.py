@@ -183,6 +183,5 @@ WORKS = {
     "n_step": NStep,
     "priorities": Prioritized,
     "sequences": Sequences,
-    "pixels": Uniform,
     "extend": Extend,
 }

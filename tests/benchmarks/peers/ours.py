@@ -290,7 +290,6 @@ WORKS = {
     "priorities": Prioritized,
     "recent": Recent,
     "sequences": Sequences,
-    "pixels": Uniform,
     "flat": Uniform,
     "stacks": Stacks,
     "extend": Extend,

@@ -64,5 +64,4 @@ WORKS = {
     "priorities": Raw,
     "recent": Raw,
     "sequences": Sequences,
-    "pixels": Raw,
 }

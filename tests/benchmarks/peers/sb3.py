@@ -213,7 +213,6 @@ WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
     "n_step": NStep,
-    "pixels": Flat,
     "record": Uniform,
     "record_lanes": RecordLanes,
 }

@@ -133,5 +133,4 @@ WORKS = {
     "her": Hindsight,
     "n_step": NStep,
     "priorities": Prioritized,
-    "pixels": Uniform,
 }

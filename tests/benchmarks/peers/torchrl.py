@@ -152,7 +152,6 @@ WORKS = {
     "n_step": NStep,
     "priorities": Prioritized,
     "sequences": Sequences,
-    "pixels": Uniform,
     # `NextStateReconstructor` is for rows in order: of rows that are drawn it gives others, or NaN.
     "flat": Uniform,
     "stacks": Uniform,
