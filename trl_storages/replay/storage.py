@@ -163,7 +163,6 @@ class ReplayStorage(
         arguments.optional(arguments.function, "transform", transform, "of a batch")
         self._replay_lock = threading.RLock()
         writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
-        writer.register_storage(storage)
         self._storage, self._writer = storage, writer
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
         self._batch_size = arguments.optional(
@@ -185,11 +184,12 @@ class ReplayStorage(
             raise ValueError("batch_size must be given with prefetch, got None.")
         self._ahead = Ahead(self._draw_ahead, prefetch or 0)
         self._is_epoch_over = False
+        writer.register_storage(storage)
+        self._attach(self._sampler)
         storage.is_replayed = True
         # A directory is made when all else has been checked.
         storage.prepare()
         resume(self)
-        self._attach(self._sampler)
         self.set_rng(generator)
         if arguments.flag("shared", shared):
             self.share()
