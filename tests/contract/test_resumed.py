@@ -3,6 +3,7 @@
 Without a warning, as new environments are no mistake.
 """
 
+import os
 import pickle
 
 import numpy as np
@@ -182,6 +183,17 @@ def test_a_collector_after_a_resume(way, num_envs, is_flat, is_new, on_gap, tmp_
     assert lengths == ([5, 3] if is_new and on_gap == "cut" else [8]) * num_envs
     storage.validate()
     storage.storage.close() if way == "disk" else None
+
+
+def test_new_environments_go_on_after_a_kill(tmp_path):
+    if not (child := os.fork()):
+        Loop(2, "Disabled", 1).step(make(2, "Disabled", tmp_path / "rows"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    storage = make(2, "Disabled", tmp_path / "rows")
+    Loop(2, "Disabled", 3).step(storage)
+    assert storage.episodes.episodes()["length"].tolist() == [1, 1] * 2
+    storage.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

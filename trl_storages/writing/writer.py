@@ -87,7 +87,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
         self._shared: Arena | None = None
         self._take({name: np.zeros(*shape) for name, shape in self._shapes().items()})
-        # Lanes that were not written since they were loaded: who goes on there may be another.
+        # Lanes that were not written since they were loaded or opened: who goes on may be another.
         self._is_resumed = np.zeros(E, bool)
         self._warned_of_gaps = self._warned_of_lost = False
 
@@ -148,6 +148,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         for buffer in storage._attached_entities:
             refuse_stock(buffer.sampler)
         storage.divide(self.num_envs)
+        self._is_resumed[:] = len(storage) > 0
         super().register_storage(storage)
 
     # Steps as TensorDicts
