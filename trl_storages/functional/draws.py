@@ -1,4 +1,4 @@
-"""The random numbers of a batch, and how a batch is split among storages, or among kinds of goals.
+"""How a batch is split among storages, or among kinds of goals, and how far ahead goals lie.
 
 Letters: B batch, R relabelled transitions, k goals per transition.
 """
@@ -18,34 +18,10 @@ __all__ = [
     "kinds_by_chance",
     "kinds_of_batch",
     "num_of_each",
-    "random_noise",
 ]
 
 # Shares are rounded to multiples of 1 / _CHANCES.
 _CHANCES = 2**24
-
-
-def random_noise(
-    size: int | tuple[int, ...],
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Draws integers uniformly from 0 to 2^63 - 1.
-
-    A number x is turned into one below n by floor(x n / 2^63), or by the remainder: exact up to a bias of
-    n / 2^63. A float32 draw times n would miss most integers above 2^24.
-
-    Args:
-        size: shape of the result; an int is a length.
-        generator: source of randomness, on `device`; None is torch's default one.
-        device: of the result.
-
-    Returns:
-        int64 tensor of shape `size`.
-    """
-    size = (size,) if isinstance(size, int) else size
-    return torch.empty(size, dtype=torch.int64, device=device).random_(generator=generator)
 
 
 def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
@@ -139,7 +115,7 @@ def kinds_by_chance(
     """Chooses at random how each goal is drawn, where counts can't be exact.
 
     Args:
-        noise: `[B]` int64 of `random_noise`; its lowest bits are used, nearly independent of
+        noise: `[B]` int64 random numbers of 63 bits; the lowest bits are used, nearly independent of
             what else is drawn from it.
         num_goals: k: a transition is relabelled with probability k / (k + 1).
         kinds: numbers above 0.
@@ -166,7 +142,7 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
         P(k) = (1 - γ) γ^k,  k = floor(log(1 - u) / log γ)
 
     Args:
-        noise: `[B]` int64 of `random_noise`.
+        noise: `[B]` int64 random numbers of 63 bits.
         discount: γ in [0, 1]; 1 returns infinity.
 
     Returns:

@@ -85,7 +85,7 @@ class RowView:
         key = unravel_key(key)
         if self._batch is not None:
             return key in self._batch.keys(True)
-        return key in self.changes or key in self._fetched or key in self._storage.layout
+        return key in self.changes or key in self._fetched or key in self._storage.layout.described
 
     def __getitem__(self, key: NestedKey) -> torch.Tensor:
         """Returns an entry, `[*B, ...]`.

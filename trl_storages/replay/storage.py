@@ -570,7 +570,7 @@ class ReplayStorage(
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
-        if storage.writes:
+        if storage.path is None:  # nobody else writes
             return flow.draw(storage, batch_size)[:2]
         return undisturbed(storage, partial(flow.draw, storage, batch_size), flow.num_steps)
 

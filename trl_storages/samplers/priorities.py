@@ -128,19 +128,22 @@ class Priorities:
         found[live] = self._usable(self.raw[live], self.largest)
         return found
 
-    def ranges(self, window: int | None) -> np.ndarray:
-        """Returns the leaves of the newest `window` steps of each lane, `[2, 2 E]`; None is all."""
-        if window is None:
-            return _NO_RANGES
-        ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
-        tree.newest_ranges(self.index.tables, window, ranges)
-        return ranges
+    def draw(
+        self, noise: np.ndarray, window: int | None
+    ) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
+        """Draws `[B]` slots in proportion to their weights, of the newest `window` steps of each lane.
 
-    def draw(self, noise: np.ndarray, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        """Draws `[B]` slots in proportion to their weights; returns these and their total too."""
+        Returns:
+            the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
+            drawn from, `[2, R]` firsts and ends, none for all.
+        """
+        ranges = _NO_RANGES
+        if window is not None:
+            ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
+            tree.newest_ranges(self.index.tables, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
-        return slots, weights, total
+        return slots, weights, total, ranges
 
     def least(self, ranges: np.ndarray) -> float:
         """Returns the least weight within ranges of leaves."""

@@ -152,8 +152,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
                 "which needs its td_error; or draw uniformly, with alpha=0."
             )
-        ranges = priorities.ranges(window)
-        drawn, weights, total = priorities.draw(noise[0].numpy(), ranges)
+        drawn, weights, total, ranges = priorities.draw(noise[0].numpy(), window)
         slots, weight = torch.from_numpy(drawn), torch.from_numpy(weights)
         if self.normalize == "none":
             count = len(storage.episodes)

@@ -139,13 +139,12 @@ class NStep(ReplayTransform):
             if key[0] == "next" and key != self.reward_key:
                 rows[key] = _of_row(window[key], lengths - 1)
         rows.window = None
-        rows[self.reward_key] = _folded(rewards, lengths, self.discount)
         size = rewards.shape[1:]
-        if size.numel() == len(lengths):
-            rows[self.steps_to_next_obs_key] = lengths.view(size)
-        else:
-            lengths = lengths.view(-1, *(1,) * (len(size) - 1))
-            rows[self.steps_to_next_obs_key] = lengths.expand(size).clone()
+        counts = lengths.view(-1, *(1,) * (len(size) - 1))
+        if size.numel() != len(lengths):
+            counts = counts.expand(size).clone()
+        rows.changes[self.reward_key] = _folded(rewards, lengths, self.discount)
+        rows.changes[self.steps_to_next_obs_key] = counts
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"

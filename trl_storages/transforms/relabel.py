@@ -149,14 +149,14 @@ class GoalRelabel(ReplayTransform):
         rows.paste(self._written, self._achieved, index, mask, default=self._desired)
         if self.reward_fn is None:
             return
-        steps, goals, chosen = rows.steps, rows[self._written[0]], rows[self._mask_key]
+        steps, goals, drawn = rows.steps, rows[self._written[0]], rows.changes[self._mask_key]
         stored = steps[self._reward_key]
         reward = self._ask("reward_fn", steps, goals, stored)
         if stored.dtype is not reward.dtype:
             dtype = relabelled_dtype(stored.dtype, reward.dtype)
             stored, reward = stored.to(dtype), reward.to(dtype)
-        chosen = chosen.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
-        steps[self._reward_key] = torch.where(chosen, reward, stored)
+        chosen = drawn.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
+        steps.changes[self._reward_key] = torch.where(chosen, reward, stored)
         if self.terminated_fn is None:
             return
         stored, done = steps[self._terminated_key], steps[self._done_key]
@@ -168,9 +168,9 @@ class GoalRelabel(ReplayTransform):
                 "`distance < 0.05`."
             )
         over = reached | steps[self._truncated_key].view(reached.shape)
-        chosen = chosen.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
-        steps[self._terminated_key] = torch.where(chosen, reached, stored)
-        steps[self._done_key] = torch.where(chosen, over.view(done.shape), done)
+        chosen = drawn.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
+        steps.changes[self._terminated_key] = torch.where(chosen, reached, stored)
+        steps.changes[self._done_key] = torch.where(chosen, over.view(done.shape), done)
 
     def _ask(
         self, name: str, rows: _Rows, goals: torch.Tensor, stored: torch.Tensor
