@@ -530,12 +530,10 @@ class ReplayStorage(
         size = self._batch_size
         if batch_size is not None:
             size = arguments.integer("batch_size", batch_size, at_least=1)
-        if size is None or self._service_shutdown:
-            raise RuntimeError(
-                "a storage that is shut down draws nothing."
-                if self._service_shutdown
-                else "batch_size must be given to the storage, or to each sample."
-            )
+        if self._service_shutdown:
+            raise RuntimeError("a storage that is shut down draws nothing.")
+        if size is None:
+            raise RuntimeError("batch_size must be given to the storage, or to each sample.")
         if wait and not self.wait_until_sampleable(
             size, timeout=timeout, cancel_event=cancel_event
         ):
@@ -689,8 +687,7 @@ class ReplayStorage(
 
         Raises:
             TypeError: it is a sampler of TorchRL's that knows no lanes. Nothing is changed then.
-            ValueError: it holds priorities of another storage, or fewer than there are slots. Nothing is
-                changed then.
+            ValueError: it draws by priority, and has room for fewer rows. Nothing is changed then.
         """
         sampler = own_sampler(sampler)
         arguments.instance("sampler", sampler, Sampler, what="a sampler")
