@@ -120,7 +120,11 @@ class Staging:
         np.logical_or(*self._flags, out=self.done)
         self._stored_done[...] = self.done
         for key, taken, low, end in self._choices:
-            if ((taken < low) | (taken >= end)).any():
+            if taken.size == 1:
+                is_strange = not low <= taken.item() < end
+            else:
+                is_strange = ((taken < low) | (taken >= end)).any()
+            if is_strange:
                 chosen = taken if lanes is None else taken[lanes]
                 if ((chosen < low) | (chosen >= end)).any():
                     raise ValueError(
