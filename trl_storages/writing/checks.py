@@ -6,15 +6,16 @@ Letters: E lanes, L of them written now, T steps of each, N rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 
 from trl_storages import keys
 from trl_storages.arguments import counted
 from trl_storages.streams.layout import Layout
 
-__all__ = ["checked_fields", "end_flags", "num_steps_of"]
+__all__ = ["checked_fields", "end_flags", "entries_in", "num_steps_of"]
 
 
 def num_steps_of(data: TensorDictBase, num_lanes: int) -> int:
@@ -37,15 +38,28 @@ def num_steps_of(data: TensorDictBase, num_lanes: int) -> int:
     )
 
 
-def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torch.Tensor]:
-    """Returns the tensors of the fields of transitions.
+def entries_in(data: Any, path: tuple[str, ...] = ()) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of a TensorDict by key. Its own iterators take ten times as long."""
+    found: dict[NestedKey, torch.Tensor] = {}
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            found[(*path, name) if path else name] = value
+        elif is_tensor_collection(value):
+            found |= entries_in(value, (*path, name))
+    return found
+
+
+def checked_fields(
+    data: Mapping[NestedKey, torch.Tensor], layout: Layout, batch_dims: int
+) -> dict[NestedKey, torch.Tensor]:
+    """Returns the entries of transitions that have fields.
 
     Raises:
         KeyError: the data lack a field.
         TypeError, ValueError: it has another dtype or shape; or some rows are padding; or rows on the
             host are not done where they are terminated or truncated.
     """
-    mask = data.get(keys.MASK, None)
+    mask = data.get(keys.MASK)
     if mask is not None and not mask.all():
         raise ValueError(
             f"all rows must be transitions, but {keys.MASK} says that some are padding: pass "
@@ -53,13 +67,13 @@ def checked_fields(data: TensorDictBase, layout: Layout) -> dict[NestedKey, torc
         )
     found = {}
     for field in layout.fields:
-        value = data.get(field.key, None)
-        if not isinstance(value, torch.Tensor):
+        value = data.get(field.key)
+        if value is None:
             raise KeyError(f"the data lacks {field.key!r}, which every row holds as {field}.")
         if value.dtype is not field.dtype:
             raise TypeError(f"{field.key!r} must be {field}, got {value.dtype}.")
-        if value.shape[data.ndim :] != field.shape:
-            got = list(value.shape[data.ndim :])
+        if value.shape[batch_dims:] != field.shape:
+            got = list(value.shape[batch_dims:])
             raise ValueError(f"{field.key!r} must be {field}, got {got}.")
         found[field.key] = value
     for key, done_key in keys.done_beside(found).items():
@@ -85,18 +99,19 @@ def _check_done(
         )
 
 
-def end_flags(data: TensorDictBase, key: NestedKey) -> torch.Tensor:
+def end_flags(
+    data: Mapping[NestedKey, torch.Tensor], key: NestedKey, num_rows: int
+) -> torch.Tensor:
     """Returns `[N]` bool, which rows end their episodes.
 
     Raises:
         KeyError: there are none.
         ValueError: they are not one bool a row.
     """
-    flag = data.get(key, None)
+    flag = data.get(key)
     if flag is None:
-        there = sorted(data.keys(True, True), key=str)
-        raise KeyError(f"the data lacks {key!r}, which ends episodes; it has {there}.")
-    if flag.dtype is not torch.bool or flag.numel() != data.numel():
+        raise KeyError(f"the data lacks {key!r}, which ends episodes; it has {[*data]}.")
+    if flag.dtype is not torch.bool or flag.numel() != num_rows:
         raise ValueError(
             f"{key!r} must be one bool a row, got {flag.dtype} {list(flag.shape)}. Where each agent has "
             f"its own make one for all, as by data.set({keys.DONE!r}, data[...].any(-2))."

@@ -25,7 +25,7 @@ from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
-from trl_storages.writing.checks import checked_fields, end_flags, num_steps_of
+from trl_storages.writing.checks import checked_fields, end_flags, entries_in, num_steps_of
 from trl_storages.writing.lanes import route
 
 __all__ = ["EpisodeWriter"]
@@ -37,6 +37,10 @@ _BY_PRODUCTS = frozenset(
 
 # What is known of each lane.
 _OF_LANES = ("trajectory", "written_at", "process")
+
+
+_HOST = torch.device("cpu")
+_MOST_KEPT = 1 << 24  # bytes
 
 
 class _Places(NamedTuple):
@@ -85,6 +89,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.traj_key = arguments.key("traj_key", traj_key)
         self.keys = None if keys is None else arguments.keys("keys", keys)
         self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
+        # A layout, rows of the host and views of them, to be filled again.
+        self._kept: tuple[Layout, torch.Tensor, Mapping[NestedKey, torch.Tensor]] | None = None
         self._shared: Arena | None = None
         self._take({name: np.zeros(*shape) for name, shape in self._shapes().items()})
         # Lanes that were not written since they were loaded or opened: who goes on may be another.
@@ -124,7 +130,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self._take(arena.arrays)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_notes": None}
+        state = {**super().__getstate__(), "_notes": None, "_kept": None}
         if get_spawning_popen() is None or self._shared is None:
             notes = {name: array.copy() for name, array in self._notes.items()}
             state = {**state, "_notes": notes, "_shared": None}
@@ -180,15 +186,16 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
-        arguments.steps("data", data)
-        numbers = data.get(self.traj_key, None)
+        found = entries_in(arguments.steps("data", data))
+        numbers: Any = found.get(self.traj_key)
         if numbers is not None:
             numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
         which = np.array(named_lanes(lanes, self.num_envs), np.int64)
         is_routed = lanes is None and data.ndim == 1 and len(which) > 1 and numbers is not None
         steps = 0 if is_routed and data.numel() else num_steps_of(data, len(which))
-        layout = self._layout_of(data)
-        entries, done = checked_fields(data, layout), end_flags(data, self.done_key)
+        layout = self._layout_of(data, found)
+        entries = checked_fields(found, layout, data.ndim)
+        done = end_flags(found, self.done_key, data.numel())
         places = _in_order(which, steps) if steps else self._routed(numbers, done)
         if numbers is not None and places.order is not None:
             numbers = numbers[places.order]
@@ -200,39 +207,34 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             slots = torch.empty_like(slots).index_copy_(0, torch.from_numpy(places.order), slots)
         return slots.view(data.batch_size)
 
-    def _layout_of(self, data: TensorDictBase) -> Layout:
+    def _layout_of(self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor]) -> Layout:
         """Returns the layout of the rows; of those of the first write, if there are none yet.
 
         Raises:
             KeyError, ValueError: an entry is missing, or has a name that sampling sets.
         """
         storage = self._storage
-        if storage.layout is not None:
-            layout = storage.layout
-        else:
+        layout = storage.layout
+        if layout is None:
             wanted = self.keys or [*storage.fields]
-            stored = data.exclude(default_keys.INDEX, default_keys.MASK)
-            stored = data.select(*wanted, strict=False) if wanted else stored
-            found = {
-                key: (value.dtype, value.shape[data.ndim :])
-                for key, value in stored.items(True, True)
-                if isinstance(value, torch.Tensor)
-            }
-            for key in found:
+            left_out = (default_keys.INDEX, default_keys.MASK)
+            stored = [key for key in wanted or found if wanted or key not in left_out]
+            for key in stored:
                 default_keys.check_storable(key)
-            if missing := [key for key in wanted if key not in found]:
+            if missing := [key for key in stored if key not in found]:
                 raise KeyError(f"the data must hold {missing}, it has {sorted(found, key=str)}.")
-            layout = storage.layout_for(found, nested_sizes(stored, data.ndim))
-        if self.keys is not None and not self._warned_of_lost:
-            self._warn_of_lost(data, layout)
+            kinds = {key: (found[key].dtype, found[key].shape[data.ndim :]) for key in stored}
+            layout = storage.layout_for(kinds, nested_sizes(data.select(*stored), data.ndim))
+        if self.keys is not None and not self._warned_of_lost and len(found) > len(layout.fields):
+            self._warn_of_lost(found, layout)
         return layout
 
-    def _warn_of_lost(self, data: TensorDictBase, layout: Layout) -> None:
+    def _warn_of_lost(self, found: Mapping[NestedKey, torch.Tensor], layout: Layout) -> None:
         """Warns once of entries of the environment, and recurrent states, that are left out.
 
         They go on under `next`; what a policy computes on its way to an action does not.
         """
-        paths = [default_keys.key_path(key) for key in data.keys(True, True) if key not in layout]
+        paths = [default_keys.key_path(key) for key in found if key not in layout]
         lost = [
             unravel_key(path[1:])
             for path in paths
@@ -278,12 +280,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     ) -> Block:
         """Returns the rows as a block, on the device of the storage if they are there."""
         is_there = not self._storage.is_on_host and done.device == self._storage.device
-        shape = len(done), layout.row_words
-        if is_there:
-            words = torch.zeros(shape, dtype=torch.int64, device=done.device)
-        else:
-            words = torch.from_numpy(np.zeros(shape, np.int64))
-        views = layout.views(words)
+        words, views = self._room(layout, len(done), done.device if is_there else _HOST)
         for key, value in entries.items():
             field = layout.field(key)
             value = value.detach().reshape(-1, *field.shape)
@@ -297,6 +294,22 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if is_there:
             return Block(*places[:2], words, done, torch.from_numpy(cut).to(words.device))
         return Block(*places[:2], words.numpy(), done.cpu().contiguous().numpy(), cut)
+
+    def _room(
+        self, layout: Layout, size: int, device: torch.device
+    ) -> tuple[torch.Tensor, Mapping[NestedKey, torch.Tensor]]:
+        """Returns rows to fill, whose padding is zero, and views of their fields."""
+        made = self._kept
+        if made is None or made[0] is not layout or made[1].shape[0] != size or device != _HOST:
+            shape = size, layout.row_words
+            if device == _HOST:
+                words = torch.from_numpy(np.zeros(shape, np.int64))
+            else:
+                words = torch.zeros(shape, dtype=torch.int64, device=device)
+            made = layout, words, layout.views(words)
+            # Large blocks come fresh from the system, page by page, unless they are kept.
+            self._kept = made if device == _HOST and words.nbytes <= _MOST_KEPT else None
+        return made[1:]
 
     # Steps as blocks
 
