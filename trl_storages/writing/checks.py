@@ -90,7 +90,7 @@ def _check_done(
         flag.is_cpu
         and flag.dtype is torch.bool
         and done.shape == flag.shape
-        and (flag & ~done).any()
+        and (flag > done).any()
     ):
         raise ValueError(
             f"{done_key!r} must be true wherever {key!r} is, as it ends the episode, got a row where it "

@@ -281,13 +281,14 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         """Returns the rows as a block, on the device of the storage if they are there."""
         is_there = not self._storage.is_on_host and done.device == self._storage.device
         words, views = self._room(layout, len(done), done.device if is_there else _HOST)
-        for key, value in entries.items():
-            field = layout.field(key)
-            value = value.detach().reshape(-1, *field.shape)
-            if field.stack is None:
-                views[key].copy_(value)
-            else:
-                layout.fill(key, words, value)
+        with torch.no_grad():
+            for key, value in entries.items():
+                if layout.field(key).stack is not None:
+                    layout.fill(key, words, value.reshape(-1, *layout.field(key).shape))
+                elif value.shape == views[key].shape:
+                    views[key].copy_(value)
+                else:
+                    views[key].copy_(value.reshape(views[key].shape))
         if places.order is not None:
             order = torch.from_numpy(places.order).to(words.device)
             words, done = words[order], done[order.to(done.device)]
