@@ -148,9 +148,14 @@ class RowView:
 
         Raises:
             TypeError: they are no tensor of int64.
+            IndexError: a slot holds no live row.
         """
         if not isinstance(slots, torch.Tensor) or slots.dtype is not torch.int64:
             raise TypeError(f"slots must be a tensor of int64, got {slots!r}.")
+        if (
+            self._storage.writes
+        ):  # a writer elsewhere may evict rows at any time, which is seen later
+            self.episodes.check_live(slots.reshape(-1).cpu())
         rows = RowView(self._storage, slots.cpu())
         rows.read = self.read
         self.read.append(rows.slots)
@@ -232,11 +237,15 @@ class RowView:
             KeyError: the rows have no such field.
             TypeError: the field is floating, and a target is not.
             ValueError: their shapes differ.
-            RuntimeError: a transform of TorchRL's stands before.
+            RuntimeError: a transform of TorchRL's stands before, or one that has set a target.
         """
         if self._batch is not None:
             raise RuntimeError(
                 "goals must be written before transforms of TorchRL's: put these behind."
+            )
+        if not self.changes.keys().isdisjoint(targets):
+            raise RuntimeError(
+                f"{targets} were set by a transform: put it behind the one of goals."
             )
         self.read.append(slots)
         pasted = _Pasted(key, self._storage.rows.places(slots), mask, tuple(targets), default)

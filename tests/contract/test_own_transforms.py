@@ -1,0 +1,95 @@
+"""Transforms of users: they see rows, those ahead and others, before n steps are folded or behind."""
+
+import pytest
+import torch
+from contract.lanes import HISTORIES
+from contract.make import assemble, library
+from contract.steps import assert_same
+
+NStep = library.NStep
+
+
+def drawn(*transforms, place="memory", **parts):
+    """A batch that is drawn through these transforms."""
+    history = HISTORIES["lanes"]
+    storage = assemble(history.size, history.lanes, place=place, transform=[*transforms], **parts)
+    history.write(storage)
+    return storage.sample(64)
+
+
+def own(function):
+    """A transform of a function of rows, which prepares nothing."""
+
+    class Own(library.ReplayTransform):
+        def replay(self, rows):
+            function(rows)
+
+    return Own()
+
+
+def halve(rows):
+    rows.steps["next", "reward"] = rows.steps["next", "reward"] / 2
+
+
+def test_rewards_before_n_steps_and_behind(place):
+    folded = drawn(NStep(3, 0.9), place=place)["next", "reward"] / 2
+    for transforms in ([own(halve), NStep(3, 0.9)], [NStep(3, 0.9), own(halve)]):
+        torch.testing.assert_close(drawn(*transforms, place=place)["next", "reward"], folded)
+
+
+def test_flags_that_end_the_window(place):
+    def end(rows):
+        for key in ("terminated", "done"):
+            rows.steps["next", key] = torch.ones_like(rows.steps["next", key])
+
+    batch, plain = drawn(own(end), NStep(3, 0.9), place=place), drawn(place=place)
+    assert (batch["steps_to_next_obs"] == 1).all()
+    assert (batch["next", "terminated"] & batch["next", "done"]).all()
+    kept = [("next", "observation"), ("next", "achieved_goal"), ("next", "reward"), "observation"]
+    assert_same(batch.select(*kept), plain.select(*kept))
+
+
+def test_further_rows(place):
+    def first_of_episode(rows):
+        first = rows.episodes.shift(rows.slots, -rows.episodes.behind(rows.slots))
+        rows["first"] = rows.at(first)["observation"]
+        rows.follow(first)
+
+    batch, plain = drawn(own(first_of_episode), place=place), drawn(place=place)
+    assert (batch["first"][:, 0] <= plain["observation"][:, 0]).all()
+    begins = batch["first"][:, 0] == plain["observation"][:, 0]
+    assert 0 < begins.sum() < 64
+    assert_same(batch[begins].exclude("first"), plain[begins])
+
+
+WRONG = {
+    "rewards of the rows, not of their windows": (
+        lambda rows: rows.__setitem__(("next", "reward"), rows["next", "reward"] / 2),
+        RuntimeError,
+        "rows.steps",
+    ),
+    "another number of values": (
+        lambda rows: rows.__setitem__("more", torch.zeros(3)),
+        ValueError,
+        "more",
+    ),
+    "no tensor": (lambda rows: rows.__setitem__("more", 3.0), TypeError, "more"),
+    "no such field": (lambda rows: rows["nothing"], KeyError, "observation"),
+    "rows that are not live": (lambda rows: rows.at(torch.tensor([10**6])), IndexError, "live"),
+    "slots that are none": (lambda rows: rows.at([0, 1]), TypeError, "int64"),
+    "other next rows, too few": (lambda rows: rows.follow(rows.slots[:3]), ValueError, "slots"),
+    "a window once rows are read": (lambda rows: rows.widen(3), RuntimeError, "NStep"),
+}
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_raise(name):
+    function, error, named = WRONG[name]
+    with pytest.raises(error, match=named):
+        drawn(own(function), NStep(3, 0.9))
+
+
+def test_two_windows_raise():
+    with pytest.raises(RuntimeError, match="one NStep"):
+        drawn(NStep(2), NStep(3))
