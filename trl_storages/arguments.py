@@ -34,7 +34,6 @@ __all__ = [
     "optional",
     "root_key",
     "shown",
-    "slots",
     "steps",
     "tensor",
     "tracker",
@@ -312,21 +311,6 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
         return torch.as_tensor(value, dtype=dtype)
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be numbers, got {shown(value)}.") from error
-
-
-def slots(name: str, value: Any) -> Any:
-    """Returns slots unchanged: an integer tensor or array of any shape.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    if isinstance(value, torch.Tensor):
-        fits = value.dtype in (torch.int64, torch.int32)
-    else:
-        fits = isinstance(value, np.ndarray) and value.dtype.kind in "iu"
-    if not fits:
-        raise TypeError(f"{name} must be a tensor of int64 slots, got {shown(value)}.")
-    return value
 
 
 def steps(name: str, value: Any) -> TensorDictBase:
