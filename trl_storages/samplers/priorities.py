@@ -42,8 +42,9 @@ class Priorities:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = storage.priorities
-        # What was seen of those that another process sets.
-        self._known = None if storage.writes else np.zeros_like(self.raw)
+        # What was seen of those that another process sets: of a reader, a fork, or what was closed.
+        self._storage = storage
+        self._known: np.ndarray | None = None
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
@@ -59,6 +60,8 @@ class Priorities:
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
+        if self._known is None and not self._storage.writes:
+            self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
             self._set(changes.gone, np.zeros(1))
