@@ -13,7 +13,12 @@ def test_json_has_all_that_states_hold():
     state = {
         "numbers": [1, 2.5, -math.inf, 2**60, None, True],
         "key": ("next", ("a", 3)),
-        "tensors": [torch.tensor([[1, 2]]), torch.zeros(0, 3), torch.tensor(True)],
+        "tensors": [
+            torch.tensor([[1, 2]]),
+            torch.zeros(0, 3),
+            torch.tensor(True),
+            torch.ones(2).bfloat16(),
+        ],
     }
     state["nested"] = {"raw": torch.tensor([0.1, -0.0])}
     found = from_json(json.loads(json.dumps(to_json(state))))

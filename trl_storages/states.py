@@ -22,10 +22,7 @@ State = dict[str, Any]
 Adopt = Callable[[], None]
 #: How tensors, numbers and tuples are written that JSON has not.
 _TENSOR, _NUMBER, _TUPLE = "tensor", "number", "tuple"
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
-}
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def nothing() -> None:
@@ -69,7 +66,8 @@ def to_json(state: Any) -> Any:
     """Returns a state as JSON has it: tensors as text."""
     if isinstance(state, torch.Tensor):
         values = state.detach().cpu().contiguous()
-        text = base64.b64encode(values.numpy().tobytes()).decode()
+        data = values.reshape(-1).view(torch.uint8).numpy()
+        text = base64.b64encode(data.tobytes()).decode()
         return {_TENSOR: text, "dtype": str(values.dtype), "shape": [*values.shape]}
     if isinstance(state, Mapping):
         return {name: to_json(value) for name, value in state.items()}
