@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torchrl.data import PrioritizedSampler
 
@@ -153,16 +154,17 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 "which needs its td_error; or draw uniformly, with alpha=0."
             )
         drawn, weights, total, ranges = priorities.draw(noise[0].numpy(), window)
-        slots, weight = torch.from_numpy(drawn), torch.from_numpy(weights)
         if self.normalize == "none":
             count = len(storage.episodes)
             if window is not None:
                 count = int(storage.episodes.fill.clip(max=window).sum())
             top = total / count
         else:
-            top = float(weights.min()) if self.normalize == "batch" else priorities.least(ranges)
+            top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
+        weight = ((top / weights) ** self.beta).astype(np.float32)
+        slots = torch.from_numpy(drawn)
         return slots, {
-            keys.PRIORITY_WEIGHT: (top / weight).pow_(self.beta).float(),
+            keys.PRIORITY_WEIGHT: torch.from_numpy(weight),
             keys.PRIORITY_STAMP: storage.episodes.steps_of(slots),
         }
 
