@@ -126,17 +126,6 @@ class ERESampler(WrappingSampler):
         num_updates = arguments.integer("num_updates", num_updates, at_least=1)
         self._phase.update, self._phase.num_updates = 0, num_updates
 
-    def _next_update(self, index: EpisodeIndex) -> None:
-        """Counts an update; what was written since a phase was over begins the next one."""
-        phase, now = self._phase, (index.epoch, int(index.cursors.sum()))
-        before, phase.seen = phase.seen, now
-        is_new = before is None or before[1] < now[1]
-        if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
-            phase.update, phase.num_updates, is_new = 0, 0, True
-        if (is_new and phase.update >= phase.num_updates) or not phase.num_updates:
-            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
-        phase.update += 1
-
     def window(self, episodes: EpisodeIndex) -> int:
         """Returns c_k, how many of the newest rows the current update draws from."""
         phase = self._phase
@@ -155,7 +144,15 @@ class ERESampler(WrappingSampler):
     ) -> Drawn:
         """Draws the batch of the next update, as its base does in the window."""
         index = storage.episodes
-        self._next_update(index)
+        phase, now = self._phase, (index.epoch, int(index.cursors.sum()))
+        before, phase.seen = phase.seen, now
+        is_new = before is None or before[1] < now[1]
+        if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
+            phase.update, phase.num_updates, is_new = 0, 0, True
+        # What was written since a phase was over begins the next one.
+        if is_new and phase.update >= phase.num_updates:
+            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
+        phase.update += 1
         return self._base.draw(storage, noise, index.window_of(self.window(index)))
 
     def _empty(self) -> None:
