@@ -66,7 +66,7 @@ class HostRows:
         if marks is not None:
             self.marked = marks, checks.factors(layout.entry_words, layout.frames)
             # To give back a part of a file takes milliseconds, whatever its size.
-            self._often = max(self._often, index.capacity // 2)
+            self._often = max(self._often, index.capacity // 8)
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
