@@ -9,12 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trl_storages.functional.draws import (
-    even_order,
-    geometric_steps,
-    kinds_of_batch,
-    num_of_each,
-)
+from trl_storages.functional import even_order, num_of_each
+from trl_storages.samplers.hindsight import geometric_steps, kinds_of_batch
 
 
 def random_noise(size, generator=None):

@@ -4,30 +4,13 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.emphasis import (
-    ReturnTrend,
-    advance_trend,
-    improvement_eta,
-    mean_slope,
-    window_size,
-)
+from trl_storages.samplers.emphasis import window_size as size
+from trl_storages.samplers.return_improvement import ReturnTrend, advance_trend, mean_slope
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-
-
-def size(num_rows, **kwargs):
-    window = window_size(torch.tensor(num_rows), **kwargs)
-    assert window.dtype is torch.int64
-    assert window.shape == ()
-    # A plain number gives a plain number, and the same.
-    plain = window_size(num_rows, **kwargs)
-    assert type(plain) is int
-    assert plain == window
-    return plain
 
 
 @pytest.mark.requirement("ere-window")
@@ -92,21 +75,6 @@ def test_window_equals_the_formula_and_only_narrows(num_rows, eta, num_updates, 
         assert size(num_rows, update=k + 1, **kwargs) <= window
 
 
-@pytest.mark.requirement("ere-window")
-def test_window_keeps_shape():
-    window = window_size(torch.full((2, 3), 9), eta=0.99, update=1, num_updates=2, c_min=3)
-    assert window.shape == (2, 3)
-
-
-@pytest.mark.requirement("ere-window")
-@pytest.mark.parametrize("reference", [None, 50])
-def test_window_never_waits_for_the_gpu(gpu, reference):
-    rows = torch.zeros((), dtype=torch.int64, device=gpu)
-    window = window_size(rows, eta=0.99, update=1, num_updates=2, c_min=3, reference_rows=reference)
-    assert window.device == gpu
-    assert window.dtype is torch.int64
-
-
 @pytest.mark.requirement("ere-eta")
 @given(st.lists(st.integers(-100, 100), min_size=2, max_size=30))
 def test_mean_slope_equals_numpy(returns):
@@ -161,10 +129,9 @@ def test_flat_returns_give_no_improvement():
 
 
 @pytest.mark.requirement("ere-eta")
-@given(st.lists(finite, max_size=12), st.integers(2, 5), st.floats(0.01, 1.0))
-def test_eta_is_always_within_its_line(returns, num_returns, initial):
+@given(st.lists(finite, max_size=12), st.integers(2, 5))
+def test_improvement_is_always_within_its_bounds(returns, num_returns):
     trend = ReturnTrend()
     for value in returns:
         trend = advance_trend(trend, value, num_returns=num_returns)
         assert -1.0 <= trend.improvement <= 1.0
-        assert initial - 1e-15 <= improvement_eta(trend.improvement, initial) <= 1.0

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_storages.functional.priorities import sequence_priority
+from trl_storages.functional import sequence_priority
 
 
 def doubles(values):

@@ -30,7 +30,6 @@ PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [
     module.name for module in pkgutil.walk_packages([str(PACKAGE)], "trl_storages.")
 ]
-# `functional` only holds modules.
 PUBLIC = [
     getattr(importlib.import_module(module), name)
     for module in MODULES

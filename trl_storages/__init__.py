@@ -8,8 +8,7 @@ custom parts. `trl_storages.datasets` loads datasets, `trl_storages.plotting` vi
 
 # Imported to register the test environments.
 import trl_storages.envs  # noqa: F401
-from trl_storages.functional.priorities import sequence_priority
-from trl_storages.functional.returns import returns_to_go
+from trl_storages.functional import returns_to_go, sequence_priority
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.recipes import (

@@ -6,8 +6,9 @@ Letters: B batch, k goals per transition.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,18 +17,20 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
 from trl_storages.attributes import Checked, unit_interval
-from trl_storages.functional.draws import geometric_steps, kinds_by_chance, kinds_of_batch
+from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.wrapping import WrappingSampler
 
-__all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
+__all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "geometric_steps", "kinds_of_batch"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
 #: Strategy (a name or an enum member) -> its share of the relabelled transitions.
 GoalMixture = Mapping[Any, float]
 
+# Of the noise that chooses a kind.
+_CHANCES = 2**24
 # Tolerance for the sum of the shares.
 _NEAR = 1e-6
 
@@ -163,7 +166,8 @@ class HERSampler(WrappingSampler):
             kinds, mask = _kinds_of_batch(len(own), self.num_goals, mixture)
             mask = mask.clone()
         else:  # the floor would always be 0
-            kinds = kinds_by_chance(own, self.num_goals, *_numbered(mixture))
+            kind = _kind_by_chance(int(own), self.num_goals, *_numbered(mixture))
+            kinds = torch.full_like(own, kind, dtype=torch.uint8)
             mask = kinds > 0
         steps = None
         if "geometric" in dict(mixture):
@@ -200,3 +204,74 @@ def _kinds_of_batch(
         kinds_of_batch(batch_size, num_goals, *_numbered(mixture)), dtype=torch.uint8
     )
     return kinds, kinds > 0
+
+
+def kinds_of_batch(
+    size: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
+) -> list[int]:
+    """Lists how the goal of each transition of a batch is drawn.
+
+    floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The kinds alternate among
+    them, each as often as `num_of_each` returns.
+
+    Args:
+        size: B.
+        num_goals: k, 0 or more; infinite relabels all.
+        kinds: numbers above 0.
+        shares: of the relabelled transitions, with sum 1.
+
+    Returns:
+        B of `kinds`, or 0 for a transition that keeps its goal.
+
+    >>> kinds_of_batch(8, 3, [5, 9], [0.5, 0.5])
+    [0, 5, 9, 5, 0, 9, 5, 9]
+    """
+    # For k >= B, only the first transition of the batch keeps its goal.
+    period = int(min(num_goals, size)) + 1
+    relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
+    counts = num_of_each(len(relabelled), shares)
+    found = [0] * size
+    for at, place in zip(relabelled, even_turns(counts), strict=True):
+        found[at] = kinds[place]
+    return found
+
+
+def _kind_by_chance(
+    noise: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
+) -> int:
+    """Chooses at random how the goal of a single transition is drawn, as `kinds_of_batch` lists many.
+
+    Args:
+        noise: a random number of 63 bits; the lowest are used, nearly independent of what else is drawn
+            from it.
+        num_goals: k: the transition is relabelled with probability k / (k + 1).
+        kinds: numbers above 0.
+        shares: probabilities of the kinds, with sum 1.
+    """
+    if num_goals < math.inf:
+        noise, rest = divmod(noise, int(num_goals) + 1)
+        if not rest:
+            return 0
+    chance = noise % _CHANCES / _CHANCES
+    bounds = zip(kinds, accumulate(shares), strict=True)
+    return next((kind for kind, bound in bounds if chance < bound), kinds[-1])
+
+
+def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
+    """Draws how many steps ahead geometric goals lie.
+
+        P(k) = (1 - γ) γ^k,  k = floor(log(1 - u) / log γ)
+
+    Args:
+        noise: `[B]` int64 random numbers of 63 bits.
+        discount: γ in [0, 1]; 1 returns infinity.
+
+    Returns:
+        `[B]` float64, k before rounding down; may be infinite.
+
+    Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
+    """
+    if discount in (0, 1):
+        beyond = math.inf if discount else 0
+        return torch.full_like(noise, beyond, dtype=torch.float64)
+    return noise.double().mul_(-(2.0**-63)).log1p_().div_(math.log(discount))

@@ -14,16 +14,14 @@ from tensordict import NestedKey
 
 from trl_storages import arguments, keys
 from trl_storages.attributes import Checked, unit_interval
-from trl_storages.functional.returns import discounts, return_dtype, window_length
+from trl_storages.functional import return_dtype
 from trl_storages.kernels import folds
 from trl_storages.packed import RowView
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["NStep"]
+__all__ = ["NStep", "discounts", "window_length"]
 
-# The tables of discounts of a few n and γ.
-_discounts = lru_cache(maxsize=16)(discounts)
 _return_dtype = lru_cache(maxsize=32)(return_dtype)
 
 
@@ -167,12 +165,55 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
             rewards = rewards.double()
         flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
         total = np.empty(flat.shape[1:], flat.dtype)
-        folds.fold(flat, lengths.numpy(), _discounts(len(flat), discount).numpy(), total)
+        folds.fold(flat, lengths.numpy(), discounts(len(flat), discount).numpy(), total)
         folded = torch.from_numpy(total).view(rewards.shape[1:])
         return folded if folded.dtype is dtype else folded.to(dtype)
     values = rewards.reshape(*rewards.shape[:2], -1)
-    weights = _discounts(len(values), discount, device=rewards.device)[:, None, None]
+    weights = discounts(len(values), discount).to(rewards.device)[:, None, None]
     rank = torch.arange(len(values), device=rewards.device)[:, None, None]
     # where, not a product: what lies outside of a window may be infinite.
     summed = (torch.where(rank < lengths[:, None], values, 0).double() * weights).sum(0)
     return summed.to(dtype).view(rewards.shape[1:])
+
+
+def window_length(available: torch.Tensor, terminated: torch.Tensor) -> torch.Tensor:
+    """Counts the rows of each window up to the first terminal one.
+
+        m = min(available, 1 + first i with terminated_i)
+
+    Args:
+        available: `[B]` int64, rows of the episode in the window, from 1 to n.
+        terminated: `[n, B]` bool, the state after the row is terminal. Rows past `available` are
+            ignored.
+
+    Returns:
+        `[B]` int64 m, from 1 to n.
+
+    >>> terminated = torch.tensor([[False, False], [True, False], [True, True]])
+    >>> window_length(torch.tensor([3, 2]), terminated).tolist()
+    [2, 2]
+    """
+    # The rows before the first terminal one; that row is in the window too.
+    num_before = (terminated.cumsum(0) == 0).sum(0)
+    return torch.minimum(num_before + 1, available)
+
+
+@lru_cache(maxsize=16)
+def discounts(num_rows: int, gamma: float) -> torch.Tensor:
+    """Tabulates the weight of each reward of a window.
+
+        R = Σ γ^i · r_i,  i = 0 .. m - 1
+
+    Args:
+        num_rows: n, the longest window.
+        gamma: γ in [0, 1].
+
+    Returns:
+        `[n]` float64 γ^i, whatever the dtype of the rewards; γ^0 is 1 for γ = 0 too.
+
+    Reference: Sutton & Barto 2018, Reinforcement Learning, eq. 7.1, without the bootstrap term.
+
+    >>> discounts(3, 0.5)
+    tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
+    """
+    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64))

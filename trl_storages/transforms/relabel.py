@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages.functional.returns import relabelled_dtype
+from trl_storages.functional import relabelled_dtype
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.transforms.base import ReplayTransform
 

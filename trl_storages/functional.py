@@ -1,18 +1,85 @@
-"""Returns: discounts, the lengths of n-step windows, dtypes of sums, and returns-to-go.
+"""Pure formulas on tensors: no storage, no state, any device.
 
-Letters: B batch, n rows of a window, T steps of an episode. Windows are `[n, B]`: values of a sample
-broadcast over its window, and row i of all windows is contiguous.
+Letters: B batch, T steps of an episode or a sequence.
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trl_storages import arguments
 
-__all__ = ["discounts", "relabelled_dtype", "return_dtype", "returns_to_go", "window_length"]
+__all__ = [
+    "even_order",
+    "even_turns",
+    "num_of_each",
+    "relabelled_dtype",
+    "return_dtype",
+    "returns_to_go",
+    "sequence_priority",
+]
 
 # torch promotes these with no other integers.
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+
+
+def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
+    """Splits a number by shares: rounds all parts down, then the largest remainders up.
+
+    Of equal remainders the first are rounded up.
+
+    Args:
+        total: the number.
+        shares: at least 0, with sum 1.
+
+    >>> num_of_each(7, [0.5, 0.3, 0.2])
+    [4, 2, 1]
+    """
+    # Rounded: 0.3 * 10 must be 3, not 3 and a tiny remainder.
+    parts = [round(total * share, 9) for share in shares]
+    counts = [math.floor(part) for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
+    for at in by_remainder[: total - sum(counts)]:
+        counts[at] += 1
+    return counts
+
+
+def even_turns(counts: Sequence[int]) -> list[int]:
+    """Interleaves groups, so that every stretch has about the same share of each.
+
+    Args:
+        counts: the size of each group.
+
+    Returns:
+        the group at each of the `sum(counts)` places.
+
+    >>> even_turns([2, 4])
+    [1, 0, 1, 1, 0, 1]
+    """
+    # Member m of c lies about (m + 1/2) / c of the way through.
+    turns = sorted(
+        ((m + 0.5) / count, group) for group, count in enumerate(counts) for m in range(count)
+    )
+    return [group for _, group in turns]
+
+
+def even_order(counts: Sequence[int]) -> Tensor:
+    """Returns the permutation that brings concatenated groups into the order of `even_turns`.
+
+    Args:
+        counts: the size of each group.
+
+    Returns:
+        `[sum(counts)]` int64, the index of the member at each place; each group keeps its order.
+
+    >>> even_order([2, 4]).tolist()
+    [2, 0, 3, 4, 1, 5]
+    """
+    return torch.tensor(even_turns(counts)).argsort(stable=True).argsort()
 
 
 def return_dtype(reward: torch.dtype) -> torch.dtype:
@@ -55,49 +122,6 @@ def relabelled_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
     if stored in _WIDE_UNSIGNED or computed in _WIDE_UNSIGNED:
         return torch.float64
     return torch.promote_types(stored, computed)
-
-
-def window_length(available: Tensor, terminated: Tensor) -> Tensor:
-    """Counts the rows of each window up to the first terminal one.
-
-        m = min(available, 1 + first i with terminated_i)
-
-    Args:
-        available: `[B]` int64, rows of the episode in the window, from 1 to n.
-        terminated: `[n, B]` bool, the state after the row is terminal. Rows past `available` are
-            ignored.
-
-    Returns:
-        `[B]` int64 m, from 1 to n.
-
-    >>> terminated = torch.tensor([[False, False], [True, False], [True, True]])
-    >>> window_length(torch.tensor([3, 2]), terminated).tolist()
-    [2, 2]
-    """
-    # The rows before the first terminal one; that row is in the window too.
-    num_before = (terminated.cumsum(0) == 0).sum(0)
-    return torch.minimum(num_before + 1, available)
-
-
-def discounts(num_rows: int, gamma: float, *, device: torch.device | str = "cpu") -> Tensor:
-    """Tabulates the weight of each reward of a window.
-
-        R = Σ γ^i · r_i,  i = 0 .. m - 1
-
-    Args:
-        num_rows: n, the longest window.
-        gamma: γ in [0, 1].
-        device: of the table.
-
-    Returns:
-        `[n]` float64 γ^i, whatever the dtype of the rewards; γ^0 is 1 for γ = 0 too.
-
-    Reference: Sutton & Barto 2018, Reinforcement Learning, eq. 7.1, without the bootstrap term.
-
-    >>> discounts(3, 0.5)
-    tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
-    """
-    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64, device=device))
 
 
 def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor:
@@ -153,3 +177,47 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
         total = total + factor * ahead
         reach, factor = 2 * reach, factor**2
     return torch.where(counts, total, 0).to(return_dtype(reward.dtype))
+
+
+def sequence_priority(td_error: Tensor, eta: float = 0.9, mask: Tensor | None = None) -> Tensor:
+    """Mixes the errors of a sequence into one priority: mostly the largest, partly the mean.
+
+        p = eta * max_t |delta_t| + (1 - eta) * mean_t |delta_t|
+
+    The mean alone would wash out a single surprise in a long sequence. The exponent alpha belongs
+    to the sampler, which applies it afterwards.
+
+    Args:
+        td_error: delta, `[..., T]`.
+        eta: share of the maximum, in [0, 1].
+        mask: bool `[..., T]`, False on steps to ignore, such as padding and burn-in; None uses all. A
+            sequence with every step masked has priority 0.
+
+    Returns:
+        `[...]` priorities.
+
+    Raises:
+        ValueError: `eta` is outside [0, 1], or `mask` has another shape than `td_error`.
+
+    Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement
+    Learning (R2D2), section 2.3.
+
+    >>> sequence_priority(torch.tensor([0.0, 0.0, 0.0, -1.0]))
+    tensor(0.9250)
+    """
+    eta = arguments.number("eta", eta, at_least=0, at_most=1)
+    if not arguments.tensor("td_error", td_error).ndim or not td_error.shape[-1]:
+        raise ValueError(
+            f"td_error must be [..., T] for T of 1 or more, got {list(td_error.shape)}."
+        )
+    error = td_error.abs()
+    if mask is None:
+        return eta * error.amax(-1) + (1 - eta) * error.mean(-1)
+    if arguments.tensor("mask", mask, dtype=torch.bool).shape != td_error.shape:
+        raise ValueError(
+            f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
+        )
+    # where, not a product: masked errors may be NaN.
+    error = torch.where(mask, error, 0.0)
+    count = mask.sum(-1).clamp(min=1)
+    return eta * error.amax(-1) + (1 - eta) * error.sum(-1) / count

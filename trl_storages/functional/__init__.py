@@ -1,1 +1,0 @@
-"""Pure formulas on tensors: no storage, no state, any device."""
