@@ -81,7 +81,7 @@ def gathers(made: Streams, size: int) -> dict[str, Turn]:
         kernels.gather(made.entries, sizes, 1, where, where, out)
 
     def called() -> None:
-        where = index.places(slots)
+        where = index.entries_of(slots)
         made.rows.gather(where, where)
 
     calls = {

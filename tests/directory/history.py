@@ -132,7 +132,7 @@ class History:
             assert cursor <= len(lane.rows)
             steps = np.arange(tail, cursor)
             slots = torch.from_numpy(e * index.steps_per_lane + steps % index.steps_per_lane)
-            places = index.places(slots)
+            places = index.entries_of(slots)
             rows = directory.rows.gather(places, places).numpy()
             assert np.array_equal(
                 rows, np.array(lane.rows, np.int64).reshape(-1, rows.shape[1])[steps]

@@ -221,7 +221,7 @@ def write_numbered(directory, rng):
 
 def check_numbered(directory):
     slots = directory.index.live_slots()
-    places = directory.index.places(slots)
+    places = directory.index.entries_of(slots)
     rows = directory.rows.gather(places, places).numpy()
     tail, cursor = int(directory.index.tails[0]), int(directory.index.cursors[0])
     assert np.array_equal(rows, numbered(tail, cursor - tail, directory.layout).words)
@@ -464,7 +464,7 @@ def test_a_reader_beside_a_writer_sees_no_torn_row(tmp_path):
             cursor = int(index.cursors[0])
             slots = index.draw(noise)
             steps = cursor - 1 - (cursor - 1 - slots) % 3000
-            places = index.places(slots)
+            places = index.entries_of(slots)
             rows = reader.rows.gather(places, places)
             stale = index.stale(slots, steps)
             right = torch.stack([numbered_row(int(it), reader.layout) for it in steps])

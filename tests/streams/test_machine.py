@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
         values = sample_values(self.rng, dtype, (len(picked), *shape))
         slots = torch.tensor([e * self.T + s % self.T for e, _, s in picked], dtype=torch.int64)
         for index, rows in self.forms:
-            rows.rewrite(key, index.places(slots), values.clone())
+            rows.rewrite(key, index.entries_of(slots), values.clone())
         for (e, _, s), value in zip(picked, values, strict=True):
             row = torch.from_numpy(self.lanes[e].rows[s])
             self.layout.fill(key, row[None], value[None])
@@ -366,7 +366,7 @@ class Machine(RuleBasedStateMachine):
                 assert rows.take(key, nothing).shape == (0, *shape)
             if not steps:
                 continue
-            places = index.places(slots)
+            places = index.entries_of(slots)
             got = rows.gather(places, places)
             assert np.array_equal(got.numpy(), expected)
             # What is next may come from other rows, as behind a window.

@@ -55,6 +55,6 @@ def test_memory_is_given_back(is_shared):
     live = LANES * STEPS * entry_bytes
     assert LANES * lane_bytes > 2 * live
     assert most < 1.2 * live
-    places = index.places(index.live_slots())
+    places = index.entries_of(index.live_slots())
     steps = rows.take(("next", "observation"), places) - rows.take("observation", places)
     assert (steps == 1).all()

@@ -331,8 +331,8 @@ class EpisodeIndex:
         streams.is_stale(self.tables, slots.numpy(), steps.numpy(), found)
         return torch.from_numpy(found)
 
-    def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the entry of each row, `[*B]` int64."""
+    def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the number of the entry that each slot's row is in, over all lanes, `[*B]` int64."""
         return torch.from_numpy(self.where.take(slots.numpy()))
 
     def shift(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

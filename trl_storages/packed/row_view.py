@@ -19,10 +19,10 @@ __all__ = ["RowView"]
 
 
 class _Pasted(NamedTuple):
-    """A field of other rows, at `places`, that takes the place of some targets where `mask` says so."""
+    """A field of other rows, in entries `at`, that replaces some targets where `mask` says so."""
 
     key: NestedKey
-    places: torch.Tensor
+    at: torch.Tensor
     mask: torch.Tensor
     targets: tuple[NestedKey, ...]
     default: NestedKey | None
@@ -68,8 +68,9 @@ class RowView:
             self.changes = sent_together(drawn, self.device)
         self._fetched: dict[NestedKey, torch.Tensor] = {}
         self._pasted: list[_Pasted] = []
-        # Where the rows are, and those whose next observations they have; and the rows, once gathered.
-        self._places = self._last = storage.rows.places(slots)
+        # Numbers of entries: those that the rows are in, and those whose next observations they have,
+        # which are others where windows are folded. And the rows, once gathered.
+        self._first = self._last = storage.rows.entries_of(slots)
         self._block: torch.Tensor | None = None
         self._is_batch = drawn is not None
         self._batch: TensorDictBase | None = None
@@ -99,7 +100,7 @@ class RowView:
         if found is None:
             found = self._fetched.get(key)
         if found is None and not self._is_batch:
-            found = self._fetched[key] = self._storage.rows.take(unravel_key(key), self._places)
+            found = self._fetched[key] = self._storage.rows.take(unravel_key(key), self._first)
         return self._fetch(unravel_key(key)) if found is None else found
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
@@ -133,7 +134,7 @@ class RowView:
     def _gather(self) -> None:
         """Gathers whole rows, with what is to be pasted into them."""
         storage = self._storage
-        self._block = storage.rows.gather(self._places, self._last)
+        self._block = storage.rows.gather(self._first, self._last)
         self._fetched = storage.layout.views(self._block)
         for pasted in self._pasted:
             self._paste(pasted)
@@ -179,7 +180,7 @@ class RowView:
         self.window = window = RowView(self._storage, slots)
         window.read, self.lengths = self.read, lengths
         self.read.append(slots)
-        self._last = window._places[-1]
+        self._last = window._first[-1]
 
     def follow(self, slots: torch.Tensor) -> None:
         """Takes what stands under `next` from other rows.
@@ -194,7 +195,7 @@ class RowView:
         if slots.shape != self.slots.shape:
             raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
         self.read.append(slots)
-        self._follow(self._storage.rows.places(slots))
+        self._follow(self._storage.rows.entries_of(slots))
 
     def follow_window(self, at: torch.Tensor) -> None:
         """Takes what stands under `next` from row `at` `[B]` of each window, on the device of the rows.
@@ -204,16 +205,16 @@ class RowView:
         """
         if self.window is None:
             raise RuntimeError("there must be a window to follow: widen first.")
-        self._follow(self.window._places.gather(0, at.unsqueeze(0)).squeeze(0))
+        self._follow(self.window._first.gather(0, at.unsqueeze(0)).squeeze(0))
 
-    def _follow(self, places: torch.Tensor) -> None:
+    def _follow(self, last: torch.Tensor) -> None:
         for key in self.changes:
             if key[0] == "next":
                 raise RuntimeError(
                     f"{key!r} was set for another next row: set that of rows.steps, or put the transform "
                     "that does behind NStep."
                 )
-        self._last, self._block, self._fetched = places, None, {}
+        self._last, self._block, self._fetched = last, None, {}
 
     def paste(
         self,
@@ -248,7 +249,7 @@ class RowView:
                 f"{targets} were set by a transform: put it behind the one of goals."
             )
         self.read.append(slots)
-        pasted = _Pasted(key, self._storage.rows.places(slots), mask, tuple(targets), default)
+        pasted = _Pasted(key, self._storage.rows.entries_of(slots), mask, tuple(targets), default)
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
         if self._block is not None:
@@ -256,11 +257,11 @@ class RowView:
 
     def _paste(self, pasted: _Pasted) -> None:
         """Pastes into gathered rows, or beside them what does not fit into their fields."""
-        key, places, mask, targets, default = pasted
+        key, at, mask, targets, default = pasted
         rows = self._storage.rows
-        if rows.paste(self._block, key, places, mask, targets):
+        if rows.paste(self._block, key, at, mask, targets):
             return
-        values = rows.take(key, places)
+        values = rows.take(key, at)
         chosen = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
         for target in targets:
             before = self._fetch(target if target in self._fetched else default or target)

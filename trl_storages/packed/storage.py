@@ -338,9 +338,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         # The last of equal slots, in any order.
         _, last = np.unique(slots.numpy()[::-1], return_index=True)
         chosen = torch.from_numpy(len(slots) - 1 - last)
-        places = self.episodes.places(slots[chosen])
+        at = self.episodes.entries_of(slots[chosen])
         for key, value in values.items():
-            self.rows.rewrite(key, places, value[chosen.to(value.device)])
+            self.rows.rewrite(key, at, value[chosen.to(value.device)])
 
     def _check_stacks(self, block: Block) -> None:
         """Raises a ValueError unless each next stack is its stack moved by one frame."""
@@ -571,8 +571,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self, slots: torch.Tensor, seen: np.ndarray | None
     ) -> tuple[TensorDict, torch.Tensor | None]:
         """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`."""
-        places = self.episodes.places(slots.reshape(-1))
-        batch = self.layout.tensordict(self.rows.gather(places, places))
+        at = self.episodes.entries_of(slots.reshape(-1))
+        batch = self.layout.tensordict(self.rows.gather(at, at))
         batch = batch.view(slots.shape) if slots.ndim != 1 else batch
         return batch, None if seen is None else self.gave_way(seen, slots)
 

@@ -180,22 +180,22 @@ class DeviceRows:
             self._ends[lane * k : (lane + 1) * k] = ends.cpu().numpy()
         self._ended_at[lane] = self._index.cursors[lane]
 
-    def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the entries of rows, `[*B]` int64 on the device."""
-        return sent(self._index.places(slots), self.device)
+    def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of the entries that rows are in, `[*B]` int64 on the device."""
+        return sent(self._index.entries_of(slots), self.device)
 
-    def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
-        """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
+    def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
+        """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field = self._layout.field(key)
-        at = sent(places, self.device).reshape(-1)
+        flat = sent(at, self.device).reshape(-1)
         if field.is_next:
-            at = at + 1
+            flat = flat + 1
         if field.stack is None:
-            values = self._column(field).index_select(0, at).view(field.dtype)
-            return values.view(*places.shape, *field.shape)
-        at = torch.cat([at[:, None] + self._older, at[:, None]], 1)
-        frames = self._column(field).index_select(0, at.view(-1)).view(field.dtype)
-        frames = frames.view(*places.shape, self._layout.frames, *field.frame_shape)
+            values = self._column(field).index_select(0, flat).view(field.dtype)
+            return values.view(*at.shape, *field.shape)
+        flat = torch.cat([flat[:, None] + self._older, flat[:, None]], 1)
+        frames = self._column(field).index_select(0, flat.view(-1)).view(field.dtype)
+        frames = frames.view(*at.shape, self._layout.frames, *field.frame_shape)
         return field.stack.stacks(frames, field.shape)
 
     def _column(self, field: Field) -> torch.Tensor:
@@ -205,15 +205,15 @@ class DeviceRows:
         elements = self._entries.view(_INTEGERS[size])
         return elements[:, field.start * each : (field.start + field.size) * each]
 
-    def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
+    def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
 
         Returns:
             `[B, row_words]` int64.
         """
-        at, layout, entries = sent(places, self.device), self._layout, self._entries
-        parts, after = [entries.index_select(0, at)], at + 1
-        if last is not places:
+        first, layout, entries = sent(at, self.device), self._layout, self._entries
+        parts, after = [entries.index_select(0, first)], first + 1
+        if last is not at:
             ends = sent(last, self.device)
             parts = [
                 parts[0][:, : layout.root_words],
@@ -223,7 +223,7 @@ class DeviceRows:
         observations = entries[:, : layout.observation_words].index_select(0, after)
         if layout.frames > 1:
             return torch.cat(
-                [self._older_frames(at), *parts, self._older_frames(after), observations], 1
+                [self._older_frames(first), *parts, self._older_frames(after), observations], 1
             )
         return torch.cat([*parts, observations], 1)
 
@@ -237,11 +237,11 @@ class DeviceRows:
         self,
         rows: torch.Tensor,
         key: NestedKey,
-        places: torch.Tensor,
+        at: torch.Tensor,
         mask: torch.Tensor,
         targets: tuple[NestedKey, ...],
     ) -> bool:
-        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`.
+        """Copies a field of the rows at entries `at` `[B]` into others of gathered rows `[B, *]`.
 
         Returns:
             False if their dtypes or shapes differ: then nothing was done.
@@ -249,14 +249,14 @@ class DeviceRows:
         if self._layout.alike(key, targets) is None:
             return False
         mask = sent(mask, self.device)
-        self._layout.fill_where(mask, targets, rows, self.take(key, places))
+        self._layout.fill_where(mask, targets, rows, self.take(key, at))
         return True
 
-    def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `places` `[B]`."""
+    def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `at` `[B]`."""
         field = self._layout.field(key)
         column = self._column(field)
         # Whatever the strides of the values are.
-        copied = torch.empty(len(places), field.size, dtype=field.dtype, device=self.device)
+        copied = torch.empty(len(at), field.size, dtype=field.dtype, device=self.device)
         copied.copy_(sent(values, self.device).reshape(copied.shape))
-        column.index_copy_(0, sent(places, self.device), copied.view(column.dtype))
+        column.index_copy_(0, sent(at, self.device), copied.view(column.dtype))

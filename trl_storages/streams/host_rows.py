@@ -186,38 +186,38 @@ class HostRows:
         found = self._found[key] = _Elements(field, words, start, count)
         return found
 
-    def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the entries of rows, `[*B]` int64."""
-        return torch.from_numpy(self._index.where.take(slots.numpy()))
+    def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of the entries that rows are in, `[*B]` int64."""
+        return self._index.entries_of(slots)
 
-    def take(self, key: NestedKey, places: torch.Tensor) -> torch.Tensor:
-        """Reads a field of the rows at entries `places` `[*B]`, `[*B, *shape]`."""
+    def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
+        """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field, words, start, size = self._found.get(key) or self._elements(key)
-        at = places.numpy().reshape(-1)
-        if not len(at):  # has no strides to be viewed by
-            return torch.empty(*places.shape, *field.shape, dtype=field.dtype)
+        flat = at.numpy().reshape(-1)
+        if not len(flat):  # has no strides to be viewed by
+            return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
         if field.is_next:
-            at = at + 1
+            flat = flat + 1
         if field.stack is None:
-            found = np.empty((len(at), size), words.dtype)
-            streams.take(words, at, start, found)
-            return _as(field.dtype, found).view(*places.shape, *field.shape)
+            found = np.empty((len(flat), size), words.dtype)
+            streams.take(words, flat, start, found)
+            return _as(field.dtype, found).view(*at.shape, *field.shape)
         k = self._layout.frames
-        found = np.empty((len(at), k, size), words.dtype)
-        streams.take_frames(words, at, start, k, found)
-        frames = _as(field.dtype, found).view(*places.shape, k, *field.frame_shape)
+        found = np.empty((len(flat), k, size), words.dtype)
+        streams.take_frames(words, flat, start, k, found)
+        frames = _as(field.dtype, found).view(*at.shape, k, *field.frame_shape)
         return field.stack.stacks(frames, field.shape)
 
-    def gather(self, places: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Reads whole rows at entries `places` `[B]`, with what follows entries `last` as their next.
+    def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
 
         Returns:
             `[B, row_words]` int64.
         """
-        rows = torch.empty(len(places), self._layout.row_words, dtype=torch.int64)
+        rows = torch.empty(len(at), self._layout.row_words, dtype=torch.int64)
         streams.gather(
             *(self.entries, self._layout.sizes, self._layout.frames),
-            *(places.numpy(), last.numpy(), rows.numpy()),
+            *(at.numpy(), last.numpy(), rows.numpy()),
         )
         return rows
 
@@ -225,16 +225,16 @@ class HostRows:
         self,
         rows: torch.Tensor,
         key: NestedKey,
-        places: torch.Tensor,
+        at: torch.Tensor,
         mask: torch.Tensor,
         targets: tuple[NestedKey, ...],
     ) -> bool:
-        """Copies a field of the rows at entries `places` `[B]` into others of gathered rows `[B, *]`.
+        """Copies a field of the rows at entries `at` `[B]` into others of gathered rows `[B, *]`.
 
         Args:
             rows: as `gather` returned them.
             key: of the field that is copied.
-            places: from where.
+            at: from where.
             mask: `[B]` bool, to which rows.
             targets: keys of fields of the same dtype and shape.
 
@@ -246,13 +246,13 @@ class HostRows:
         if not firsts:
             return False
         if field.stack is not None:
-            self._layout.fill_where(mask, targets, rows, self.take(key, places))
+            self._layout.fill_where(mask, targets, rows, self.take(key, at))
             return True
-        at = places.numpy()
+        source = at.numpy()
         if field.is_next:
-            at = at + 1
+            source = source + 1
         words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, at, start, mask.numpy(), words, firsts[0], size)
+        streams.paste(elements, source, start, mask.numpy(), words, firsts[0], size)
         return True
 
     def _firsts_of(self, key: NestedKey, targets: tuple[NestedKey, ...]) -> tuple[np.ndarray, ...]:
@@ -265,8 +265,8 @@ class HostRows:
         found = self._firsts[key, targets] = (np.array(firsts),)
         return found
 
-    def rewrite(self, key: NestedKey, places: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `places` `[B]`.
+    def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `at` `[B]`.
 
         Raises:
             TypeError: the rows are in a file: a power cut could leave a mixture.
@@ -274,10 +274,10 @@ class HostRows:
         if len(self.marked[0]):
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
         field, elements, start, _ = self._found.get(key) or self._elements(key)
-        copied = torch.empty(len(places), field.size, dtype=field.dtype)
+        copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
-        streams.rewrite(elements, places.numpy(), start, words)
+        streams.rewrite(elements, at.numpy(), start, words)
 
 
 def _as(dtype: torch.dtype, words: np.ndarray) -> torch.Tensor:
