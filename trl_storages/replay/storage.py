@@ -458,7 +458,9 @@ class ReplayStorage(
     def share(self, shared: bool = True) -> Self:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
 
-        Rows, episodes and counters move to memory that forked processes share. One process draws.
+        Rows, episodes and counters move to memory that forked processes share. One process draws. All
+        take turns by a lock, which a process that is killed while it writes or draws keeps: the rows are
+        whole, but the others wait for ever. So let workers end between two writes.
 
         Returns:
             itself.
@@ -568,7 +570,7 @@ class ReplayStorage(
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
-        if storage.path is None:  # nobody else writes
+        if storage.path is None:  # whoever else writes waits for the locks
             return flow.draw(storage, batch_size)[:2]
         return undisturbed(storage, partial(flow.draw, storage, batch_size), flow.num_steps)
 
