@@ -20,8 +20,8 @@ __all__ = ["Arena"]
 GIVES_BACK = sys.platform == "linux"
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
-# An array that is given back in pieces has at least so many, so that less than a thirtieth is wasted.
-_PIECES = 64
+# A lane of the array that is given back has at least so many pieces, so that few are partly filled.
+_PIECES = 32
 # So many elements are copied at once.
 _CHUNK = 1 << 16
 _POPULATE = 23  # MADV_POPULATE_WRITE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Layout, nested_sizes
 from trl_storages.streams.staging import Block
-from trl_storages.writing.checks import checked_fields, end_flags, entries_in, num_steps_of
 from trl_storages.writing.lanes import route
+from trl_storages.writing.rows import HOST, Rows, entries_in, num_steps_of
 
 __all__ = ["EpisodeWriter"]
 
@@ -38,8 +39,6 @@ _BY_PRODUCTS = frozenset(
 # What is known of each lane.
 _OF_LANES = ("trajectory", "written_at", "process")
 
-
-_HOST = torch.device("cpu")
 _MOST_KEPT = 1 << 24  # bytes
 
 
@@ -89,8 +88,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.traj_key = arguments.key("traj_key", traj_key)
         self.keys = None if keys is None else arguments.keys("keys", keys)
         self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
-        # A layout, rows of the host and views of them, to be filled again.
-        self._kept: tuple[Layout, torch.Tensor, Mapping[NestedKey, torch.Tensor]] | None = None
+        # Of the last write, to be filled again.
+        self._rows: Rows | None = None
         self._shared: Arena | None = None
         self._take({name: np.zeros(*shape) for name, shape in self._shapes().items()})
         # Lanes that were not written since they were loaded or opened: who goes on may be another.
@@ -130,7 +129,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self._take(arena.arrays)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_notes": None, "_kept": None}
+        state = {**super().__getstate__(), "_notes": None, "_rows": None}
         if get_spawning_popen() is None or self._shared is None:
             notes = {name: array.copy() for name, array in self._notes.items()}
             state = {**state, "_notes": notes, "_shared": None}
@@ -186,26 +185,45 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
-        found = entries_in(arguments.steps("data", data))
+        found, batch = entries_in(arguments.steps("data", data)), data.batch_size
         numbers: Any = found.get(self.traj_key)
         if numbers is not None:
             numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
-        which = np.array(named_lanes(lanes, self.num_envs), np.int64)
-        is_routed = lanes is None and data.ndim == 1 and len(which) > 1 and numbers is not None
-        steps = 0 if is_routed and data.numel() else num_steps_of(data, len(which))
-        layout = self._layout_of(data, found)
-        entries = checked_fields(found, layout, data.ndim)
-        done = end_flags(found, self.done_key, data.numel())
-        places = _in_order(which, steps) if steps else self._routed(numbers, done)
+        is_routed = lanes is None and numbers is not None and len(batch) == 1 < self.num_envs
+        if lanes is not None:
+            which = np.array(named_lanes(lanes, self.num_envs), np.int64)
+            places = _in_order(which, num_steps_of(batch, len(which)))
+        elif not (is_routed and len(numbers)):
+            places = _all_lanes(self.num_envs, num_steps_of(batch, self.num_envs))
+        rows = self._rows_for(data, found, batch)
+        rows.fill(found)
+        if is_routed:
+            places = self._routed(numbers, rows.done)
         if numbers is not None and places.order is not None:
             numbers = numbers[places.order]
-        cut = self._cut(numbers, places, data.numel())
-        slots = self.append(self._block(layout, entries, done, cut, places), layout)
+        cut = self._cut(numbers, places, len(rows.done))
+        slots = self.append(rows.block(*places, cut), rows.layout)
         if numbers is not None:
             self._trajectory[places.which] = numbers[places.offsets[1:] - 1]
         if places.order is not None:
             slots = torch.empty_like(slots).index_copy_(0, torch.from_numpy(places.order), slots)
-        return slots.view(data.batch_size)
+        return slots if len(batch) == 1 else slots.view(batch)
+
+    def _rows_for(
+        self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor], batch: torch.Size
+    ) -> Rows:
+        """Returns what takes these rows: that of the last write, if they are of its batch size."""
+        rows, storage = self._rows, self._storage
+        device = HOST
+        if not storage.is_on_host and found and next(iter(found.values())).device == storage.device:
+            device = storage.device
+        wanted = storage.layout, batch, device
+        if rows is None or (rows.layout, rows.batch, rows.device) != wanted:
+            layout = self._layout_of(data, found)
+            rows = Rows(layout, batch, device, self.done_key, found)
+            # Large blocks come fresh from the system, page by page, unless they are kept.
+            self._rows = rows if device == HOST and rows.words.nbytes <= _MOST_KEPT else None
+        return rows
 
     def _layout_of(self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor]) -> Layout:
         """Returns the layout of the rows; of those of the first write, if there are none yet.
@@ -250,9 +268,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 "primer (make_tensordict_primer()) is part of the storage's environment."
             )
 
-    def _routed(self, numbers: Any, done: torch.Tensor) -> _Places:
+    def _routed(self, numbers: np.ndarray, done: Any) -> _Places:
         order, counts = route(
-            *(numbers, done.cpu().numpy()),
+            *(numbers, done if isinstance(done, np.ndarray) else done.cpu().numpy()),
             held=self._trajectory,
             is_open=self._storage.episodes.is_open,
             last_written=self._written_at,
@@ -269,48 +287,6 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             first = places.offsets[:-1]
             cut[first] = numbers[first] != self._trajectory[places.which]
         return cut
-
-    def _block(
-        self,
-        layout: Layout,
-        entries: Mapping[NestedKey, torch.Tensor],
-        done: torch.Tensor,
-        cut: np.ndarray,
-        places: _Places,
-    ) -> Block:
-        """Returns the rows as a block, on the device of the storage if they are there."""
-        is_there = not self._storage.is_on_host and done.device == self._storage.device
-        words, views = self._room(layout, len(done), done.device if is_there else _HOST)
-        with torch.no_grad():
-            for key, value in entries.items():
-                if layout.field(key).stack is not None:
-                    layout.fill(key, words, value.reshape(-1, *layout.field(key).shape))
-                elif value.shape == views[key].shape:
-                    views[key].copy_(value)
-                else:
-                    views[key].copy_(value.reshape(views[key].shape))
-        if places.order is not None:
-            order = torch.from_numpy(places.order).to(words.device)
-            words, done = words[order], done[order.to(done.device)]
-        if is_there:
-            return Block(*places[:2], words, done, torch.from_numpy(cut).to(words.device))
-        return Block(*places[:2], words.numpy(), done.cpu().contiguous().numpy(), cut)
-
-    def _room(
-        self, layout: Layout, size: int, device: torch.device
-    ) -> tuple[torch.Tensor, Mapping[NestedKey, torch.Tensor]]:
-        """Returns rows to fill, whose padding is zero, and views of their fields."""
-        made = self._kept
-        if made is None or made[0] is not layout or made[1].shape[0] != size or device != _HOST:
-            shape = size, layout.row_words
-            if device == _HOST:
-                words = torch.from_numpy(np.zeros(shape, np.int64))
-            else:
-                words = torch.zeros(shape, dtype=torch.int64, device=device)
-            made = layout, words, layout.views(words)
-            # Large blocks come fresh from the system, page by page, unless they are kept.
-            self._kept = made if device == _HOST and words.nbytes <= _MOST_KEPT else None
-        return made[1:]
 
     # Steps as blocks
 
@@ -397,6 +373,11 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs})"
+
+
+@lru_cache
+def _all_lanes(num_envs: int, steps: int) -> _Places:
+    return _in_order(np.arange(num_envs), steps)
 
 
 def _in_order(which: np.ndarray, steps: int) -> _Places:
