@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from trl_storages import FrameStack, PackedStorage
+from trl_storages import EpisodeWriter, FrameStack, PackedStorage
 from trl_storages.streams import Block, DeviceRows
 
 F32 = torch.float32
@@ -92,21 +93,21 @@ def test_values_of_the_step_are_rewritten(form):
     assert (storage.get(slots) == after).all()
 
 
-def test_a_next_stack_that_is_not_its_stack_moved_on_is_refused():
+def test_a_first_write_that_is_refused_for_its_stacks_fixes_no_layout():
     stack = FrameStack(3)
     fields = {
         "pixels": (torch.uint8, (3, 8), stack),
         ("next", "pixels"): (torch.uint8, (3, 8), stack),
     }
-    storage = PackedStorage(10, fields={**fields, ("next", "done"): (torch.bool, (1,))})
-    words = np.zeros((2, storage.layout.row_words), np.int64)
+    storage = PackedStorage(10, fields={**fields, ("next", "done"): None})
     frames = torch.arange(3 * 8, dtype=torch.uint8).view(3, 8).expand(2, 3, 8)
-    storage.layout.fill("pixels", torch.from_numpy(words), frames)
-    flags = np.zeros(2, bool), np.zeros(2, bool)
-    block = Block(np.zeros(1, np.int64), np.array([0, 2]), words, *flags)
+    after = {"pixels": frames, "done": torch.zeros(2, 1, dtype=torch.bool)}
+    writer = EpisodeWriter()
+    writer.register_storage(storage)
     with pytest.raises(ValueError, match="moved by one frame"):
-        storage.append(block, cuts_gaps=True)
-    assert len(storage) == 0
+        writer.extend(TensorDict({"pixels": frames, "next": after}, [2]))
+    assert not len(storage)
+    assert not storage.initialized
 
 
 def test_no_rows_are_read_as_none():

@@ -279,7 +279,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
         self.check_writable()
-        self._check_stacks(block)
         index = self.episodes
         tails = None if self._is_roomy else index.tails.copy()
         if len(block.words) <= index.most_steps or block.longest <= index.most_steps:
@@ -341,19 +340,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         at = self.episodes.entries_of(slots[chosen])
         for key, value in values.items():
             self.rows.rewrite(key, at, value[chosen.to(value.device)])
-
-    def _check_stacks(self, block: Block) -> None:
-        """Raises a ValueError unless each next stack is its stack moved by one frame."""
-        layout, words = self.layout, block.words
-        size = (layout.frames - 1) * layout.frame_words
-        if not size:
-            return
-        first, after = layout.frame_words, layout.next_word
-        if (words[:, first : first + size] != words[:, after : after + size]).any():
-            raise ValueError(
-                "the next stack of a row must be its stack moved by one frame; store other observations "
-                "without a FrameStack."
-            )
 
     def _warn_of_little_room(self) -> None:
         """Warns once that steps were evicted before their time."""

@@ -221,6 +221,18 @@ class Layout:
         skipped = 0 if field.stack else self._skipped * _WORD
         return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
 
+    def check_stacks(self, rows: Any) -> None:
+        """Raises a ValueError unless each next stack of rows `[N, row_words]` is its stack moved on."""
+        size = (self.frames - 1) * self.frame_words
+        if not size:
+            return
+        first, after = self.frame_words, self.next_word
+        if (rows[:, first : first + size] != rows[:, after : after + size]).any():
+            raise ValueError(
+                "the next stack of a row must be its stack moved by one frame; store other observations "
+                "without a FrameStack."
+            )
+
     # Views
 
     def tensordict(self, rows: torch.Tensor) -> TensorDict:

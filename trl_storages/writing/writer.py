@@ -291,12 +291,16 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     # Steps as blocks
 
     def append(self, block: Block, layout: Layout) -> torch.Tensor:
-        """Writes checked rows.
+        """Writes rows that are checked but for their stacks of frames.
 
         Returns:
             `[N]` int64 slots in the order of the block.
+
+        Raises:
+            ValueError: a stack does not go on with the next frame. Nothing is written then.
         """
         storage = self._storage
+        layout.check_stacks(block.words)
         if storage.layout is None:
             storage.lay_out(layout)
         if self._shared is not None:
