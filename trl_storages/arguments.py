@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import Signature, signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar
 
@@ -18,6 +20,9 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
 __all__ = [
+    "Checked",
+    "Lanes",
+    "Strict",
     "choice",
     "counted",
     "device",
@@ -30,6 +35,7 @@ __all__ = [
     "key",
     "keys",
     "mapping",
+    "named_lanes",
     "number",
     "optional",
     "root_key",
@@ -37,7 +43,9 @@ __all__ = [
     "steps",
     "tensor",
     "tracker",
+    "unit_interval",
     "values",
+    "warn_caller",
 ]
 
 Item = TypeVar("Item")
@@ -379,3 +387,107 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} {list(value.batch_size)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
+
+
+class Checked:
+    """An attribute of a part that is checked whenever it is set."""
+
+    def __init__(self, check: Callable[..., Any], *choices: Any, **bounds: Any) -> None:
+        self._check = check, choices, bounds
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
+
+    def __set__(self, part: Any, value: Any) -> None:
+        check, choices, bounds = self._check
+        part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
+
+
+class _ConstructorSignature:
+    """The signature of a class, which constructors and metaclasses of TorchRL hide."""
+
+    def __get__(self, part: object, kind: Any) -> Signature:
+        if part is not None:
+            raise AttributeError("__signature__")
+        return signature(kind.__init__.__get__(kind))
+
+
+class Strict:
+    """Refuses public attributes that the class does not name; those of users' subclasses may be any."""
+
+    __signature__ = _ConstructorSignature()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self)
+        is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(kind, name)
+        if is_new and kind.__module__.startswith("trl_storages."):
+            raise AttributeError(f"{kind.__name__} has no attribute {name!r} to set.")
+        super().__setattr__(name, value)
+
+
+def unit_interval(name: str, value: Any) -> float:
+    """Returns a number from 0 to 1."""
+    return number(name, value, at_least=0, at_most=1)
+
+
+#: Packages whose frames are skipped.
+_BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the nearest line outside of this package and the libraries that call it.
+
+    Args:
+        message: the message.
+        category: the warning category.
+    """
+    depth, frame = 0, inspect.currentframe()
+    while frame is not None:
+        depth += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+            break
+        frame = frame.f_back
+    warnings.warn(message, category, stacklevel=depth)
+
+
+Lanes = Sequence[int] | torch.Tensor | None
+
+
+def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
+    """Resolves lanes to their numbers, checked on the host.
+
+    Args:
+        lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
+        num_envs: number of lanes E.
+
+    Raises:
+        ValueError: `lanes` is something else, or names an unknown lane or one twice.
+    """
+    if lanes is None:
+        return range(num_envs)
+    try:
+        ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+    except ValueError:  # lists of unequal lengths
+        ids = np.asarray(None)
+    if ids.dtype == bool:
+        if ids.shape != (num_envs,):
+            raise ValueError(
+                f"a mask of lanes must have shape [{num_envs}], got {list(ids.shape)}."
+            )
+        named: list[int] = ids.nonzero()[0].tolist()
+        return named
+    values = ids.reshape(-1).tolist() if ids.dtype.kind in "iu" else []
+    if (
+        ids.ndim != 1
+        or not values
+        or len(set(values)) != len(values)
+        or not all(0 <= lane < num_envs for lane in values)
+    ):
+        is_number = ids.ndim == 0 and values and 0 <= values[0] < num_envs
+        hint = f": pass [{values[0]}]" if is_number else ""
+        raise ValueError(
+            f"lanes must be a list of distinct numbers in 0..{num_envs - 1}, got {lanes}{hint}."
+        )
+    return values

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import counted
-from trl_storages.index.naming import episode_slots
+from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.replay import ReplayStorage
 from trl_storages.samplers import PERSampler, layers_of
 

@@ -23,7 +23,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.replay import history
+from trl_storages.replay.flow import draw_episodes
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.streams.frames import FrameStack, stacked_observations
@@ -504,5 +504,5 @@ class EpisodeReplayStorage(UniformReplayStorage):
         return bool((listed["finished"] & listed["whole"]).any())
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = self._with_transforms(history.draw_episodes(self._storage, batch_size, self._rng))
+        batch = self._with_transforms(draw_episodes(self._storage, batch_size, self._rng))
         return batch, {keys.INDEX: batch[keys.INDEX]}

@@ -20,7 +20,7 @@ from trl_storages.arguments import tracker
 from trl_storages.datasets.filling import BLOCK, Recipe, filled
 from trl_storages.datasets.from_arrays import join_paths
 from trl_storages.datasets.transitions import Transitions
-from trl_storages.index.naming import episode_slots
+from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.keys import (
     ACTION,
     DONE,

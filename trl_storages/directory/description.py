@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from trl_storages import keys
-from trl_storages.directory.durable import write_text
-from trl_storages.directory.untrusted import MOST_BYTES, open_regular, parse_json
+from trl_storages.directory.files import MOST_BYTES, open_regular, parse_json, write_text
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.layout import DTYPES, Layout
 

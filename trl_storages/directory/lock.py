@@ -7,7 +7,7 @@ import os
 import weakref
 from pathlib import Path
 
-from trl_storages.directory.untrusted import NO_LINKS
+from trl_storages.directory.files import NO_LINKS
 
 try:
     import fcntl

@@ -16,7 +16,7 @@ from trl_storages.kernels.words import DONE, FIRST, LAST
 if TYPE_CHECKING:
     from trl_storages.index.episode_index import EpisodeIndex
 
-__all__ = ["draw", "episodes_of"]
+__all__ = ["draw", "episode_slots", "episodes_of"]
 
 # How often episodes are drawn before all are listed.
 _PATIENCE = 8
@@ -86,3 +86,21 @@ def draw(index: EpisodeIndex, n: int, generator: torch.Generator | None) -> torc
         )
     picked = torch.empty(n, dtype=torch.int64).random_(generator=generator) % len(firsts)
     return firsts[picked]
+
+
+def episode_slots(
+    episodes: EpisodeIndex, first: torch.Tensor, length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the slots of whole episodes, one after another.
+
+    Args:
+        episodes: the episode index of the rows.
+        first: `[n]` int64, the slots they begin at, as in `episodes.episodes()`.
+        length: `[n]` int64, their numbers of rows.
+
+    Returns:
+        int64 slots, and for each the position of its episode in `first`.
+    """
+    number = torch.arange(len(length), device=length.device).repeat_interleave(length)
+    step = torch.arange(len(number), device=length.device) - (length.cumsum(0) - length)[number]
+    return episodes.shift(first[number], step), number

@@ -19,7 +19,7 @@ from tensordict import NestedKey, TensorDict
 from torchrl.data import Storage, TensorStorage
 
 from trl_storages import arguments, keys
-from trl_storages.callers import warn_caller
+from trl_storages.arguments import warn_caller
 from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
@@ -27,8 +27,7 @@ from trl_storages.states import Adopt, State
 from trl_storages.streams.arena import GIVES_BACK, Arena
 from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.host_rows import HostRows
-from trl_storages.streams.layout import Layout, Nested
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout, Nested
 
 __all__ = ["PackedStorage"]
 

@@ -13,8 +13,8 @@ from tensordict import TensorDictBase
 from torchrl.data import RayReplayBuffer
 
 from trl_storages._torchrl import RayClient
-from trl_storages.attributes import Strict
-from trl_storages.replay.parameters import PARAMETERS
+from trl_storages.arguments import Strict
+from trl_storages.replay.state import PARAMETERS
 
 __all__ = ["StorageClient", "StorageHandle", "in_actor", "on_ray"]
 

@@ -25,21 +25,16 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules
-from trl_storages.attributes import Strict
-from trl_storages.index.naming import Lanes, named_lanes
+from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.replay import history
-from trl_storages.replay.ahead import Ahead
+from trl_storages.refused import Refusing, refuse_stock
 from trl_storages.replay.batch_priorities import drawn_priorities, one_each
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import Flow
-from trl_storages.replay.inherited import Refusing
-from trl_storages.replay.loader import make_loader
-from trl_storages.replay.parameters import Parameter
+from trl_storages.replay.flow import Flow, draw_episodes, read, undisturbed
+from trl_storages.replay.loader import Ahead, make_loader
 from trl_storages.replay.remote import StorageHandle, on_ray
-from trl_storages.replay.state import parsed, parsed_rest, rest_of, resume, state_of
-from trl_storages.replay.undisturbed import undisturbed
+from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume, state_of
 from trl_storages.samplers import (
     EpisodeSequence,
     HERSampler,
@@ -50,9 +45,7 @@ from trl_storages.samplers import (
     own_sampler,
 )
 from trl_storages.states import State, from_json, to_json
-from trl_storages.stock_parts import refuse_stock
-from trl_storages.streams.layout import Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout
 from trl_storages.transforms import parts_of
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
@@ -493,7 +486,7 @@ class ReplayStorage(
             IndexError: a slot holds no row.
         """
         with self._replay_lock, self._write_lock:
-            return history.read(self._storage, index)
+            return read(self._storage, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Raises a RuntimeError: rows are not overwritten in place."""
@@ -612,7 +605,7 @@ class ReplayStorage(
         """
         n = arguments.integer("n", n, at_least=1)
         with self._replay_lock, self._write_lock:
-            return self._with_transforms(history.draw_episodes(self._storage, n, self._rng))
+            return self._with_transforms(draw_episodes(self._storage, n, self._rng))
 
     def _with_transforms(self, batch: TensorDictBase) -> TensorDictBase:
         """Applies all transforms but those that read further rows."""

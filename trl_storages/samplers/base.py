@@ -11,7 +11,7 @@ import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.attributes import Strict
+from trl_storages.arguments import Strict
 from trl_storages.packed import PackedStorage
 from trl_storages.states import Adopt, State, entries_of, nothing
 

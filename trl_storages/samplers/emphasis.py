@@ -13,7 +13,7 @@ import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.attributes import Checked
+from trl_storages.arguments import Checked
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler

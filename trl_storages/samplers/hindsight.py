@@ -16,7 +16,7 @@ from tensordict import NestedKey
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
-from trl_storages.attributes import Checked, unit_interval
+from trl_storages.arguments import Checked, unit_interval
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage

@@ -14,8 +14,7 @@ import torch
 from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
-from trl_storages.attributes import Checked, unit_interval
-from trl_storages.callers import warn_caller
+from trl_storages.arguments import Checked, unit_interval, warn_caller
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import arguments
-from trl_storages.attributes import Checked
+from trl_storages.arguments import Checked
 from trl_storages.samplers.base import layers_of
 
 __all__ = ["ReturnImprovementEta", "ReturnTrend", "advance_trend", "mean_slope"]

@@ -4,7 +4,6 @@ from trl_storages.streams.arena import Arena
 from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.host_rows import HostRows
-from trl_storages.streams.layout import Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout
 
 __all__ = ["Arena", "Block", "DeviceRows", "FrameStack", "HostRows", "Layout"]

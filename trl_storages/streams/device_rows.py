@@ -15,8 +15,7 @@ from tensordict import NestedKey
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
 from trl_storages.kernels.words import AGAIN, GAP, SAME
-from trl_storages.streams.layout import Field, Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Field, Layout
 
 __all__ = ["DeviceRows", "sent", "sent_together"]
 

@@ -16,8 +16,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks, streams
 from trl_storages.kernels.words import GAP, SAME
 from trl_storages.streams.arena import Arena
-from trl_storages.streams.layout import Field, Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Field, Layout
 
 __all__ = ["HostRows"]
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
@@ -19,7 +20,7 @@ from trl_storages import keys
 from trl_storages._torchrl import new_tensordict
 from trl_storages.streams.frames import FrameStack
 
-__all__ = ["DTYPES", "Field", "Layout", "Nested", "nest", "nested_sizes"]
+__all__ = ["DTYPES", "Block", "Field", "Layout", "Nested", "nest", "nested_sizes"]
 
 _WORD = 8  # bytes
 #: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
@@ -395,3 +396,36 @@ def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
 
     walk(data, ())
     return tuple(found)
+
+
+class Block(NamedTuple):
+    """Rows to be written.
+
+    `which` `[L]` int64 are the lanes, in order; `offsets` `[L + 1]` int64 where the rows of each begin;
+    `words` `[N, row_words]` int64 the rows; `done` and `cut` `[N]` bool whether a row ends its episode,
+    and whether it begins one whatever came before. The last three are arrays on the host, or tensors on
+    the device of the rows.
+    """
+
+    which: np.ndarray
+    offsets: np.ndarray
+    words: Any
+    done: Any
+    cut: Any
+
+    @property
+    def longest(self) -> int:
+        """The largest number of rows of a lane."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    def part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
+        """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
+        counts = ends - firsts
+        offsets = np.concatenate([[0], counts.cumsum()])
+        if len(self.which) == 1:
+            rows: Any = slice(int(firsts[0]), int(ends[0]))
+        else:
+            rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
+            if isinstance(self.words, torch.Tensor):
+                rows = torch.from_numpy(rows).to(self.words.device)
+        return Block(self.which, offsets, self.words[rows], self.done[rows], self.cut[rows])

@@ -7,7 +7,7 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages.attributes import Strict
+from trl_storages.arguments import Strict
 from trl_storages.packed import RowView
 from trl_storages.states import Adopt, State, entries_of, nothing
 

@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages.attributes import Checked, unit_interval
+from trl_storages.arguments import Checked, unit_interval
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import folds
 from trl_storages.packed import RowView

@@ -14,11 +14,10 @@ from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments, keys
-from trl_storages.index.naming import Lanes, named_lanes
+from trl_storages.arguments import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
-from trl_storages.streams.layout import Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout
 from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys
 from trl_storages.writing.infos import column_of, final_obs, info_of
 from trl_storages.writing.staging import Staging

@@ -15,8 +15,7 @@ from tensordict import NestedKey, is_tensor_collection
 from trl_storages import keys
 from trl_storages._torchrl import copy_all
 from trl_storages.arguments import counted
-from trl_storages.streams.layout import Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout
 
 __all__ = ["HOST", "Rows", "entries_in", "num_steps_of"]
 

@@ -13,8 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import keys
-from trl_storages.streams.layout import Layout
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout
 from trl_storages.writing.fields import Choices
 from trl_storages.writing.values import NUMPY_TO_TORCH, TORCH_TO_NUMPY, as_field
 

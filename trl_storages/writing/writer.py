@@ -18,14 +18,12 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
-from trl_storages.callers import warn_caller
-from trl_storages.index.naming import Lanes, named_lanes
+from trl_storages.arguments import Lanes, named_lanes, warn_caller
 from trl_storages.packed.storage import PackedStorage
+from trl_storages.refused import refuse_stock
 from trl_storages.states import Adopt, State, array, entries_of
-from trl_storages.stock_parts import refuse_stock
 from trl_storages.streams.arena import Arena
-from trl_storages.streams.layout import Layout, nested_sizes
-from trl_storages.streams.staging import Block
+from trl_storages.streams.layout import Block, Layout, nested_sizes
 from trl_storages.writing.lanes import route
 from trl_storages.writing.rows import HOST, Rows, entries_in, num_steps_of
 

@@ -1,4 +1,4 @@
-"""Untrusted files and JSON: only regular files are opened, and reads are bounded."""
+"""Files: regular ones alone, JSON within bounds, and after a crash the old text or the new."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import json
 import math
 import os
 import stat
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
-__all__ = ["MOST_BYTES", "NO_LINKS", "open_regular", "parse_json"]
+__all__ = [
+    "MOST_BYTES",
+    "NO_LINKS",
+    "created",
+    "open_regular",
+    "parse_json",
+    "sync_directory",
+    "sync_file",
+    "write_text",
+]
 
 #: Flags of `os.open`: do not follow links, do not block.
 NO_LINKS = (
@@ -105,3 +115,41 @@ def _check_size(value: Any) -> None:
         depth, count = depth + 1, count + len(level)
         if depth > _MOST_DEPTH or count > _MOST_VALUES:
             raise ValueError(f"at most {_MOST_VALUES} values, {_MOST_DEPTH} deep, are read")
+
+
+def created(path: Path) -> BinaryIO:
+    """Opens a new file to write, in the place of what may be there."""
+    path.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
+    return open(os.open(path, flags, 0o644), "wb")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
+    new = path.with_name(path.name + ".new")
+    try:
+        with created(new) as file:
+            file.write(text.encode())
+            sync_file(file)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Waits until what was written to a file is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames and new files in a directory durable, on platforms where that takes a call."""
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
