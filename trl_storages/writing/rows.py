@@ -123,6 +123,8 @@ class Rows:
             targets[field.key] = layout.frames_of(field, rows)
         self._keys, self._targets = [*targets], [*targets.values()]
         self._kinds = [(kinds[key][0], batch + kinds[key][1]) for key in targets]
+        # To make it takes longer than to enter it.
+        self._no_grad = torch.no_grad()
 
     def fill(self, found: Entries) -> None:
         """Copies the entries of a TensorDict that have fields.
@@ -146,7 +148,7 @@ class Rows:
             )
         for place, field, stack in self._stacks:
             values[place] = stack.frames(values[place], field.shape)
-        with torch.no_grad():
+        with self._no_grad:
             copy_all(self._targets, values)
         for key, done_key, flag, done in self._implied:
             if np.count_nonzero(flag > done):

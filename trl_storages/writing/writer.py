@@ -304,8 +304,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if self._shared is not None:
             block = self._cut_from_others(block)
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
-        self._count += len(slots)
-        self._written_at[block.which] = self._count
+        self._count[0] = count = int(self._count[0]) + len(block.done)
+        self._written_at[block.which] = count
         if gaps and not self._warned_of_gaps and gaps > self._is_resumed[block.which].sum():
             self._warned_of_gaps = True
             warn_caller(
