@@ -61,7 +61,7 @@ def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
     env, path = PixelEnv(), tmp_path / "replay"
     storage = pixels(NStepReplayStorage, path, n_step=3, discount=0.5)
     # Workers that are started before there are rows wait for them.
-    batches = iter(storage.loader(2, fetch_every=2, pin_memory=True, seed=0, **FORK))
+    batches = iter(storage.loader(2, pin_memory=True, seed=0, **FORK))
     act(env, storage, 40)
     for _ in range(30):
         batch = next(batches)
@@ -132,7 +132,7 @@ def test_errors(tmp_path):
     with pytest.raises(RuntimeError, match="path="):
         goal_storage().loader()
     storage = goal_storage(path=tmp_path / "replay")
-    for wrong in ({"num_workers": -1}, {"fetch_every": 0}, {"batch_size": -1}):
+    for wrong in ({"num_workers": -1}, {"batch_size": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             storage.loader(**wrong)
     with pytest.raises(RuntimeError, match="empty"):

@@ -7,7 +7,7 @@
 A replay of images outgrows memory, and folding n steps and gathering batches takes time that the learner
 could use. So the rows are on disk, in `--path`, and each frame of the agent's stacks is stored once.
 `storage.record` writes them there, and each worker of `storage.loader` reads the committed rows in its
-own process: only whole rows at any moment, and new ones after `--fetch-every` batches. If the program is
+own process: only whole rows at any moment, and new ones with each batch. If the program is
 killed, `--path` resumes where it stopped; without `--keep` the files are deleted at the end.
 
 Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
@@ -131,7 +131,6 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
     batches = iter(
         storage.loader(
             arguments.workers,
-            fetch_every=arguments.fetch_every,
             pin_memory=True,
             seed=arguments.seed,
             multiprocessing_context=arguments.start if arguments.workers else None,
@@ -170,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> float:
     )
     parser.add_argument("--keep", action="store_true", help="keep the rows at the end")
     parser.add_argument("--workers", type=integer_from(0), default=2, help="processes that sample")
-    parser.add_argument("--fetch-every", type=integer_from(1), default=8, help="batches")
     parser.add_argument("--steps", type=integer_from(1), default=6_000)
     parser.add_argument("--storage-size", type=integer_from(1), default=20_000)
     parser.add_argument("--seed", type=integer_from(0), default=0)

@@ -5,7 +5,7 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -147,12 +147,7 @@ class ReplayStorageEnsemble(Strict):
         drawn = {}
         for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
             if count:
-                try:
-                    drawn[number] = storage.sample_share(count)
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        f"storage {number} of the ensemble must give {count} samples: {error}"
-                    ) from error
+                drawn[number] = storage.sample_share(count)
         num_steps = _num_steps(drawn, counts)
         # A TensorDict does the same in four times the time.
         leaves = {number: dict(batch.items(True, True)) for number, batch in drawn.items()}
@@ -175,13 +170,7 @@ class ReplayStorageEnsemble(Strict):
             batch[keys.SEQUENCE_ID] = numbers.repeat_interleave(num_steps)
         return nest(batch, ids.shape, like.device, nested_sizes(like, 1))
 
-    def batches(
-        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
-    ) -> Iterator[TensorDictBase]:
-        """Returns an iterator over `num_batches * epochs` batches."""
-        num_batches = arguments.integer("num_batches", num_batches)
-        epochs = arguments.integer("epochs", epochs)
-        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+    batches = ReplayStorage.batches
 
     # Priorities
 
@@ -225,7 +214,7 @@ class ReplayStorageEnsemble(Strict):
 
         Raises:
             KeyError: the batch has no `buffer_ids`.
-            ValueError: some of its rows are no longer stored.
+            IndexError: some of its rows are no longer stored.
         """
         flat = arguments.steps("batch", batch).reshape(-1)
         ids = flat[keys.BUFFER_IDS].cpu()

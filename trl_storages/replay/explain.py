@@ -48,45 +48,28 @@ class Explanation:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns the column of that name, `[B]` or `[B, A]`."""
-        if name not in self.columns:
-            raise KeyError(f"there is no column {name!r}; there are {list(self.columns)}.")
         return self.columns[name]
 
     def __len__(self) -> int:
         """B, the number of samples."""
         return len(self.columns["slot"])
 
-    def _title(self) -> str:
+    def __str__(self) -> str:
         title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
-        return title
-
-    def _table(self) -> list[tuple[str, ...]]:
-        """Returns the column names, and the cells of the first samples."""
         cells = [map(_cell, column[:_ROWS_SHOWN].tolist()) for column in self.columns.values()]
-        return [tuple(self.columns), *zip(*cells, strict=True)]
-
-    def _rest(self) -> str:
-        hidden = len(self) - _ROWS_SHOWN
-        return f"... {hidden} more" if hidden > 0 else ""
-
-    def __str__(self) -> str:
-        table = self._table()
+        table = [tuple(self.columns), *zip(*cells, strict=True)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in table
         ]
-        return "\n".join(filter(None, [self._title(), *lines, self._rest()]))
+        if (hidden := len(self) - _ROWS_SHOWN) > 0:
+            lines.append(f"... {hidden} more")
+        return "\n".join([title, *lines])
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._table()
-        )
-        return f"<p>{self._title()}</p><table>{rows}</table><p>{self._rest()}</p>"
 
 
 def _cell(value: float | list[Any]) -> str:
@@ -125,17 +108,10 @@ def explain(
 
     Raises:
         KeyError: the batch has no `index`.
-        ValueError: `index` names slots without a row, such as those of another storage.
+        IndexError: `index` names slots without a row, such as those of another storage.
     """
-    if batch.get(keys.INDEX, None) is None:
-        raise KeyError(f"the batch lacks {keys.INDEX!r}, which sampling sets.")
     slots: Any = _column(batch, keys.INDEX)
-    try:
-        episodes.check_live(slots)
-    except IndexError as error:
-        raise ValueError(
-            f"the batch must be of rows that are stored, and was drawn from others: {error}"
-        ) from error
+    episodes.check_live(slots)
     age = torch.empty(episodes.capacity, dtype=torch.int64)
     age[episodes.slots_by_age()] = torch.arange(len(episodes)).flip(0)
     step = episodes.behind(slots)
@@ -171,7 +147,7 @@ def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:
 
 def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
     """Returns an entry as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
-    entry, rows = batch.get(key, None), batch.get(keys.INDEX).shape
+    entry, rows = batch.get(key, None), batch[keys.INDEX].shape
     # The batch size may be that of the sequences, with their rows as a dimension of the entries.
     if entry is None or entry.shape[: len(rows)] != rows:
         return None

@@ -107,14 +107,11 @@ def make_loader(
     storage: Any,
     num_workers: int,
     batch_size: int | None,
-    fetch_every: int,
     pin_memory: bool,
     seed: int | None,
     options: dict[str, Any],
 ) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
-    # Workers look for new rows at each batch, so at any number of batches.
-    arguments.integer("fetch_every", fetch_every, at_least=1)
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
     seed = arguments.optional(arguments.integer, "seed", seed)
     rows = storage.storage

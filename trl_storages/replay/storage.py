@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -55,9 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
-
-# Seconds between two looks of a draw that waits for rows.
-_PAUSE = 0.005
 
 
 class ReplayStorage(
@@ -332,9 +328,8 @@ class ReplayStorage(
         data = self._inverse(arguments.steps("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
-        sampler, priority = self._prioritized, None
-        if sampler is not None and update_priority is not False:
-            priority = data.get(self.priority_key, None)
+        sampler = None if update_priority is False else self._prioritized
+        priority = None if sampler is None else data.get(self.priority_key, None)
         if sampler is not None and priority is not None:
             size = data.numel()
             priority = checked_priorities(one_each(priority, size, sampler.reduction), size)
@@ -498,19 +493,12 @@ class ReplayStorage(
         self,
         batch_size: int | None = None,
         return_info: bool = False,
-        *,
-        wait: bool = False,
-        timeout: float | None = None,
-        cancel_event: Any = None,
     ) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
-            wait: whether to wait until rows are there.
-            timeout: for how many seconds at most; None waits for ever.
-            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -520,7 +508,6 @@ class ReplayStorage(
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
                 draws goals that no transform writes.
-            TimeoutError: no rows came in time.
         """
         size = self._batch_size
         if batch_size is not None:
@@ -529,10 +516,6 @@ class ReplayStorage(
             raise RuntimeError("a storage that is shut down draws nothing.")
         if size is None:
             raise RuntimeError("batch_size must be given to the storage, or to each sample.")
-        if wait and not self.wait_until_sampleable(
-            size, timeout=timeout, cancel_event=cancel_event
-        ):
-            raise TimeoutError(f"no batch of {size} could be drawn within {timeout} seconds.")
         if self._ahead.number and size == self._batch_size:
             batch, info, self._is_epoch_over = self._ahead.take()
         else:
@@ -543,23 +526,6 @@ class ReplayStorage(
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
-
-    def wait_until_sampleable(
-        self,
-        batch_size: int | None = None,
-        *,
-        timeout: float | None = None,
-        cancel_event: Any = None,
-    ) -> bool:
-        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
-        start = time.monotonic()
-        while not self.can_sample(batch_size):
-            if timeout is not None and time.monotonic() - start >= timeout:
-                return False
-            if cancel_event is not None and cancel_event.is_set():
-                return False
-            time.sleep(_PAUSE)
-        return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
@@ -618,17 +584,14 @@ class ReplayStorage(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[TensorDictBase]:
         """Returns an iterator over `num_batches * epochs` batches."""
-        num_batches = arguments.integer("num_batches", num_batches)
-        epochs = arguments.integer("epochs", epochs)
-        batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
-        return (self.sample(batch_size) for _ in range(num_batches * epochs))
+        number = arguments.integer("num_batches", num_batches) * arguments.integer("epochs", epochs)
+        return (self.sample(batch_size) for _ in range(number))
 
     def loader(
         self,
         num_workers: int = 0,
         *,
         batch_size: int | None = None,
-        fetch_every: int = 1,
         pin_memory: bool = False,
         seed: int | None = None,
         **options: Any,
@@ -642,7 +605,6 @@ class ReplayStorage(
             num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
                 process, and raises as `sample` does while there are none.
             batch_size: B; None uses the constructor's.
-            fetch_every: after how many batches at most a worker sees new rows; it does with each.
             pin_memory: whether batches arrive in pinned memory.
             seed: of the workers; None uses torch's default generator.
             **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
@@ -652,9 +614,7 @@ class ReplayStorage(
             ValueError: a number is too small, or no batch size is known.
         """
         with self._replay_lock:
-            return make_loader(
-                self, num_workers, batch_size, fetch_every, pin_memory, seed, options
-            )
+            return make_loader(self, num_workers, batch_size, pin_memory, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Draws batches, to the end of an epoch if the sampler draws in epochs."""
@@ -891,7 +851,7 @@ class ReplayStorage(
 
         Raises:
             KeyError: the batch has no `index`.
-            ValueError: some of its rows are no longer stored.
+            IndexError: some of its rows are no longer stored.
         """
         arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
