@@ -37,8 +37,7 @@ from trl_storages.keys import (
 )
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.writing.fields import Field, transition_fields
-from trl_storages.writing.values import TORCH_TO_NUMPY
+from trl_storages.writing.fields import TORCH_TO_NUMPY, Field, transition_fields
 
 __all__ = ["from_minari", "to_minari"]
 

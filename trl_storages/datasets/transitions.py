@@ -15,8 +15,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.datasets.names import Ends, as_dictionary, as_flags, ends_of, sort_entries
 from trl_storages.keys import ACHIEVED_GOAL, DESIRED_GOAL, OBSERVATION, REWARD, next_key
-from trl_storages.writing.fields import Field
-from trl_storages.writing.values import as_tensor
+from trl_storages.writing.fields import Field, as_tensor
 
 __all__ = ["GoalOf", "Transitions"]
 

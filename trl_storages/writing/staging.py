@@ -14,8 +14,7 @@ from tensordict import NestedKey
 
 from trl_storages import keys
 from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import Choices
-from trl_storages.writing.values import NUMPY_TO_TORCH, TORCH_TO_NUMPY, as_field
+from trl_storages.writing.fields import NUMPY_TO_TORCH, TORCH_TO_NUMPY, Choices, as_field
 
 __all__ = ["Staging"]
 
