@@ -1,13 +1,42 @@
-"""Which lane each trajectory of a flat batch goes to.
+"""Which lane each row goes to.
 
-Letters: E lanes (environments), N rows of a flat batch, U trajectories among them.
+Letters: E lanes (environments), L of them that are written, T steps of each, N rows, U trajectories.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 
-__all__ = ["route"]
+__all__ = ["Places", "all_lanes", "in_order", "route"]
+
+
+class Places(NamedTuple):
+    """Where rows go, lane by lane."""
+
+    which: np.ndarray
+    """`[L]` the lanes, in order."""
+    offsets: np.ndarray
+    """`[L + 1]` where the rows of each begin."""
+    order: np.ndarray | None
+    """`[N]` the row at each place; None if they are in order."""
+
+
+def in_order(which: np.ndarray, steps: int) -> Places:
+    """Returns the places of rows `[L, T]` of these lanes."""
+    offsets, by_lane = np.arange(len(which) + 1) * steps, which.argsort()
+    if (by_lane[1:] > by_lane[:-1]).all():
+        return Places(which, offsets, None)
+    order = by_lane[:, None] * steps + np.arange(steps)
+    return Places(which[by_lane], offsets, order.reshape(-1))
+
+
+@lru_cache
+def all_lanes(num_envs: int, steps: int) -> Places:
+    """Returns the places of rows `[E, T]`."""
+    return in_order(np.arange(num_envs), steps)
 
 
 def route(
@@ -17,7 +46,7 @@ def route(
     held: np.ndarray,
     is_open: np.ndarray,
     last_written: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> Places:
     """Assigns each trajectory of a flat batch to one lane.
 
     A trajectory continues in the lane that holds it. A new one goes to a lane whose episode has ended,
@@ -33,15 +62,15 @@ def route(
         last_written: `[E]` when each lane was last written, by any clock.
 
     Returns:
-        `[N]` the numbers of the rows, lane by lane, in time order; and `[E]` how many each lane gets.
+        the places of the rows, of each lane in time order.
 
     Raises:
         ValueError: more trajectories stay open after the batch than there are lanes.
 
     >>> from numpy import array
     >>> two = {"held": array([0, 0]), "is_open": array([False, False]), "last_written": array([0, 0])}
-    >>> route(array([4, 4, 5, 5]), array([False] * 4), **two)
-    (array([0, 1, 2, 3]), array([2, 2]))
+    >>> route(array([4, 5, 4, 5]), array([False] * 4), **two)
+    Places(which=array([0, 1]), offsets=array([0, 2, 4]), order=array([0, 2, 1, 3]))
     """
     number, first, of_row = np.unique(trajectories, return_index=True, return_inverse=True)
     # Rank trajectories by their first appearance.
@@ -61,7 +90,8 @@ def route(
     turn[np.lexsort((np.arange(len(number)), place, lane))] = np.arange(len(number))
     rows = turn[unit].argsort(kind="stable")
     count = np.bincount(lane, size, minlength=len(held)).astype(np.int64)
-    return rows, count
+    which = np.flatnonzero(count)
+    return Places(which, np.concatenate([[0], count[which].cumsum()]), rows)
 
 
 def _lanes(

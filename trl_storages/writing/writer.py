@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from multiprocessing.context import get_spawning_popen
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from trl_storages.refused import refuse_stock
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
-from trl_storages.writing.lanes import route
+from trl_storages.writing.lanes import Places, all_lanes, in_order, route
 from trl_storages.writing.rows import HOST, Rows, entries_in, num_steps_of
 
 __all__ = ["EpisodeWriter"]
@@ -33,22 +32,7 @@ __all__ = ["EpisodeWriter"]
 _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
 )
-
-# What is known of each lane.
-_OF_LANES = ("trajectory", "written_at", "process")
-
 _MOST_KEPT = 1 << 24  # bytes
-
-
-class _Places(NamedTuple):
-    """Where rows go."""
-
-    which: np.ndarray
-    """`[L]` the lanes, in order."""
-    offsets: np.ndarray
-    """`[L + 1]` where the rows of each begin."""
-    order: np.ndarray | None
-    """`[N]` the row at each place of the block; None if they are in order."""
 
 
 class EpisodeWriter(Writer):  # type: ignore[misc]
@@ -89,54 +73,38 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         # Of the last write, to be filled again.
         self._rows: Rows | None = None
         self._shared: Arena | None = None
-        self._take({name: np.zeros(*shape) for name, shape in self._shapes().items()})
+        self._take(np.zeros((4, E), np.int64))
         # Lanes that were not written since they were loaded or opened: who goes on may be another.
         self._is_resumed = np.zeros(E, bool)
         self._warned_of_gaps = self._warned_of_lost = False
 
-    def _shapes(self) -> dict[str, Any]:
-        shapes = {"count": ((1,), np.int64)}
-        return {**shapes, **dict.fromkeys(_OF_LANES, ((self.num_envs,), np.int64))}
-
-    def _take(self, notes: Mapping[str, np.ndarray]) -> None:
-        # How many rows were written; of each lane the number of its last trajectory, the count at its
-        # last write, and by which process it was written, if several write.
+    def _take(self, notes: np.ndarray) -> None:
+        # How many rows were written, in the first place; of each lane the number of its last trajectory,
+        # the count at its last write, and by which process it was written, if several write.
         self._notes = notes
-        self._count = notes["count"]
-        self._trajectory, self._written_at, self._process = (notes[name] for name in _OF_LANES)
+        self._count, self._trajectory, self._written_at, self._process = notes
 
     @property
     def write_count(self) -> int:
         """How many rows were ever written."""
         return int(self._count[0])
 
-    @property
-    def _write_count(self) -> int:
-        return int(self._count[0])
-
-    @_write_count.setter
-    def _write_count(self, count: int) -> None:
-        self._count[0] = count
+    _write_count = write_count
 
     def share(self) -> None:
         """Counts in memory that other processes share, and cuts lanes where the process changes."""
         self._process[:] = os.getpid()
-        arena = Arena.shared({name: shape[::-1] for name, shape in self._shapes().items()})
-        arena.take(self._notes)
-        self._shared = arena
-        self._take(arena.arrays)
+        self._shared = Arena.shared({"notes": (np.int64, self._notes.shape)})
+        self._shared.take({"notes": self._notes})
+        self._take(self._shared.arrays["notes"])
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_notes": None, "_rows": None}
-        if get_spawning_popen() is None or self._shared is None:
-            notes = {name: array.copy() for name, array in self._notes.items()}
-            state = {**state, "_notes": notes, "_shared": None}
-        own = ("_count", "_trajectory", "_written_at", "_process")
-        return {name: state[name] for name in state if name not in own}
+        state = {**super().__getstate__(), "_rows": None, "_notes": self._notes.copy()}
+        return state if get_spawning_popen() else {**state, "_shared": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take(self._notes or self._shared.arrays)  # type: ignore[union-attr]
+        self._take(self._notes if self._shared is None else self._shared.arrays["notes"])
 
     def register_storage(self, storage: PackedStorage) -> None:
         """Divides a storage into lanes, to write there.
@@ -190,13 +158,18 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         is_routed = lanes is None and numbers is not None and len(batch) == 1 < self.num_envs
         if lanes is not None:
             which = np.array(named_lanes(lanes, self.num_envs), np.int64)
-            places = _in_order(which, num_steps_of(batch, len(which)))
+            places = in_order(which, num_steps_of(batch, len(which)))
         elif not (is_routed and len(numbers)):
-            places = _all_lanes(self.num_envs, num_steps_of(batch, self.num_envs))
+            places = all_lanes(self.num_envs, num_steps_of(batch, self.num_envs))
         rows = self._rows_for(data, found, batch)
         rows.fill(found)
         if is_routed:
-            places = self._routed(numbers, rows.done)
+            places = route(
+                *(numbers, torch.as_tensor(rows.done).cpu().numpy()),
+                held=self._trajectory,
+                is_open=self._storage.episodes.is_open,
+                last_written=self._written_at,
+            )
         if numbers is not None and places.order is not None:
             numbers = numbers[places.order]
         cut = self._cut(numbers, places, len(rows.done))
@@ -232,9 +205,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage = self._storage
         layout = storage.layout
         if layout is None:
-            wanted = self.keys or [*storage.fields]
             left_out = (default_keys.INDEX, default_keys.MASK)
-            stored = [key for key in wanted or found if wanted or key not in left_out]
+            every = [key for key in found if key not in left_out]
+            stored = self.keys or [*storage.fields] or every
             for key in stored:
                 default_keys.check_storable(key)
             if missing := [key for key in stored if key not in found]:
@@ -250,33 +223,19 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
         They go on under `next`; what a policy computes on its way to an action does not.
         """
-        paths = [default_keys.key_path(key) for key in found if key not in layout]
-        lost = [
-            unravel_key(path[1:])
-            for path in paths
-            if path[0] == "next" and not _BY_PRODUCTS.intersection(path)
-        ]
+        nested = (key for key in found if key[0] == "next" and key not in layout)
+        roots = (unravel_key(key[1:]) for key in nested if not _BY_PRODUCTS.intersection(key))
         # What a field at the root leads to is left out on purpose.
-        lost = [key for key in lost if key not in layout]
+        lost = sorted((key for key in roots if key not in layout), key=str)
         if lost:
             self._warned_of_lost = True
             warn_caller(
-                f"the storage has no fields for {sorted(lost, key=str)}, which are left out: name those "
+                f"the storage has no fields for {lost}, which are left out: name those "
                 "that are needed in extra_fields=. States of a recurrent policy have fields if its "
                 "primer (make_tensordict_primer()) is part of the storage's environment."
             )
 
-    def _routed(self, numbers: np.ndarray, done: Any) -> _Places:
-        order, counts = route(
-            *(numbers, done if isinstance(done, np.ndarray) else done.cpu().numpy()),
-            held=self._trajectory,
-            is_open=self._storage.episodes.is_open,
-            last_written=self._written_at,
-        )
-        which = np.flatnonzero(counts)
-        return _Places(which, np.concatenate([[0], counts[which].cumsum()]), order)
-
-    def _cut(self, numbers: np.ndarray | None, places: _Places, size: int) -> np.ndarray:
+    def _cut(self, numbers: np.ndarray | None, places: Places, size: int) -> np.ndarray:
         """Returns `[N]` where trajectories change, in the order of their places."""
         cut = np.zeros(size, bool)
         if numbers is not None:
@@ -327,16 +286,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def _empty(self, empty_write_count: bool = True) -> None:
         if empty_write_count:
-            self._write_count = 0
-            self._written_at[:] = 0
+            self._count[0] = self._written_at[:] = 0
 
     def state(self) -> State:
         """Returns the write count, and of each lane its trajectory and when it was written."""
-        return {
-            "write_count": self._write_count,
-            "trajectory": torch.from_numpy(self._trajectory.copy()),
-            "written_at": torch.from_numpy(self._written_at.copy()),
-        }
+        lanes = torch.from_numpy(self._notes[1:3].copy())
+        return {"write_count": self.write_count, "lanes": lanes}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
@@ -344,17 +299,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError, TypeError: the state is not that of such a writer.
         """
-        names = ("write_count", "trajectory", "written_at")
-        count, trajectory, written_at = entries_of("EpisodeWriter", state, names)
+        count, lanes = entries_of("EpisodeWriter", state, ("write_count", "lanes"))
         count = arguments.integer("write_count", count)
-        columns = [
-            array(name, column, torch.int64, self.num_envs)
-            for name, column in (("trajectory", trajectory), ("written_at", written_at))
-        ]
+        lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:
-            self._write_count = count
-            self._trajectory[:], self._written_at[:] = columns
+            self._count[0], self._notes[1:3] = count, lanes
             self._is_resumed[:] = True
 
         return adopt
@@ -375,18 +325,3 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_envs={self.num_envs})"
-
-
-@lru_cache
-def _all_lanes(num_envs: int, steps: int) -> _Places:
-    return _in_order(np.arange(num_envs), steps)
-
-
-def _in_order(which: np.ndarray, steps: int) -> _Places:
-    """Returns the places of rows `[L, T]` of these lanes."""
-    offsets, by_lane = np.arange(len(which) + 1) * steps, which.argsort()
-    if (by_lane[1:] > by_lane[:-1]).all():
-        return _Places(which, offsets, None)
-    return _Places(
-        which[by_lane], offsets, (by_lane[:, None] * steps + np.arange(steps)).reshape(-1)
-    )
