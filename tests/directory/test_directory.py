@@ -82,10 +82,10 @@ def test_fresh_discards_what_a_directory_holds(tmp_path):
     history.write(directory)
     reader = Directory.open(tmp_path / "x", "r")
     directory.close()
-    assert reader.is_current
+    assert reader.newest() is reader
     directory, history = make(tmp_path / "x", rng_of(4), fresh=True)
     assert len(directory.index) == 0
-    assert not reader.is_current
+    assert reader.newest() is not reader
     assert len([*(tmp_path / "x").glob("rows.*")]) == 1
     history.write(directory)
     history.check(directory)

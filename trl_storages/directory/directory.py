@@ -250,13 +250,22 @@ class Directory:
             if name != self._described.rows:
                 (self.path / name).unlink(missing_ok=True)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether these rows are those of the directory still, not of one that was made anew."""
+    def newest(self) -> Directory:
+        """Returns the rows that count now: these, or those of a directory that was made anew."""
         try:
-            return os.stat(self.path / self._described.rows).st_ino == self._described.inode
+            inode = os.stat(self.path / self._described.rows).st_ino
         except OSError:
-            return False
+            inode = -1
+        is_current = not self.is_open or inode == self._described.inode
+        return self if is_current else Directory.open(self.path, "r")
+
+    def shared(self) -> Directory:
+        """Raises a RuntimeError: rows are shared in memory."""
+        raise RuntimeError("rows are shared in memory, got those of a directory: open it to read.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy reads.
+        return Directory.open, (self.path, "r")
 
     @property
     def is_writer(self) -> bool:
@@ -300,10 +309,7 @@ class Directory:
     def empty(self, keep_steps: int = 0) -> None:
         """Discards all rows but the last `keep_steps` of each lane, for good."""
         self.check_writer()
-        if keep_steps:
-            self.index.empty(keep_steps)
-        else:
-            self.index.let_go()
+        self.index.let_go(keep_steps)
         self.flush()
 
     def close(self, state: Mapping[str, Any] | None = None) -> None:

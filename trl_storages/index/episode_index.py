@@ -93,8 +93,9 @@ class EpisodeIndex:
         self.num_envs, self.steps_per_lane, self.stack = num_envs, capacity // num_envs, stack
         slack = max(self.steps_per_lane // 4, _LEAST_SLACK)
         enough = (stack + 1) * (self.steps_per_lane + slack)
-        #: M.
+        #: M, and whether that is enough for any rows.
         self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
+        self.is_roomy = self.entries_per_lane >= enough
         # A block takes at most k entries, and k + 1 more for each step. It lies behind the last step or,
         # where there is no room for it, at the lane's beginning: there it does not touch that step, as
         # long as it takes half of the entries at most.
@@ -191,9 +192,16 @@ class EpisodeIndex:
     def empty(self, keep_steps: int = 0) -> None:
         """Evicts all steps but the last `keep_steps` of each lane; with 0 it begins anew."""
         if keep_steps:
-            np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
-            return
-        self.clear()
+            self.let_go(keep_steps)
+        else:
+            self.clear()
+
+    def let_go(self, keep_steps: int = 0) -> None:
+        """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
+        if not keep_steps:
+            self.end_episodes()
+            self._epoch += 1
+        np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
 
     def clear(self) -> None:
         """Begins anew, without steps."""
@@ -233,12 +241,6 @@ class EpisodeIndex:
         spans[: len(firsts), LAST] = np.append(firsts[1:], steps[-1] + 1) - 1
         spans[0, FIRST] = first
         self._lanes[lane] = steps[-1] + 1, tail
-
-    def let_go(self) -> None:
-        """Evicts all steps, but goes on counting: those that come have other numbers."""
-        self.end_episodes()
-        self.tails[:] = self.cursors
-        self._epoch += 1
 
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""

@@ -23,7 +23,7 @@ from trl_storages.kernels.words import CUT, FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
-__all__ = ["Packed", "PackedLane", "check", "fill", "packed", "packed_in", "parsed", "read"]
+__all__ = ["Packed", "PackedLane", "check", "fill", "packed", "parsed", "read"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
 _LANE = ("cursor", "tail", "first", "begins", "ends", "places", "priorities", "entries")
@@ -84,27 +84,24 @@ class Packed(NamedTuple):
     lanes: Sequence[PackedLane]
 
 
-def packed(
-    index: EpisodeIndex, layout: Layout | None, rows: Any, priorities: np.ndarray | None
-) -> State:
-    """Returns rows as they are saved. Those on the host share their memory."""
+def packed(place: Any) -> State:
+    """Returns the rows of a `Memory` or `Directory` as they are saved.
+
+    They share its memory, unless another process may be writing to it.
+    """
+    index, layout = place.index, place.layout
     lanes = [] if layout is None else range(index.num_envs)
-    return {
+    state: State = {
         "max_size": index.capacity,
         "num_envs": index.num_envs,
         "layout": None if layout is None else described(layout),
-        "lanes": [_lane(index, rows, priorities, lane) for lane in lanes],
+        "lanes": [_lane(index, place.rows, place.priorities, lane) for lane in lanes],
     }
-
-
-def packed_in(directory: Directory) -> State:
-    """Returns the rows of a directory, to which another process may be writing, as they are saved."""
-    state = packed(directory.index, directory.layout, directory.rows, directory.priorities)
-    if directory.is_still:
+    if place.is_still:
         return state
     state = copy.deepcopy(state)
     # What was written meanwhile took the place of the oldest.
-    for lane, tail in zip(state["lanes"], directory.index.tails.tolist(), strict=True):
+    for lane, tail in zip(state["lanes"], index.tails.tolist(), strict=True):
         lane["tail"] = min(max(lane["tail"], tail), lane["cursor"])
     return state
 
@@ -118,7 +115,7 @@ def read(path: Any) -> tuple[State, State]:
     """
     with Directory.open(path, "r") as dump:
         dump.validate()
-        return packed_in(dump), dict(dump.state)
+        return packed(dump), dict(dump.state)
 
 
 def _lane(index: EpisodeIndex, rows: Any, priorities: np.ndarray | None, lane: int) -> State:

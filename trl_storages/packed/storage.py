@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -23,17 +21,13 @@ from trl_storages.arguments import warn_caller
 from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
+from trl_storages.packed.memory import Memory, is_on_host
 from trl_storages.states import Adopt, State
-from trl_storages.streams.arena import GIVES_BACK, Arena
-from trl_storages.streams.device_rows import DeviceRows
-from trl_storages.streams.host_rows import HostRows
 from trl_storages.streams.layout import Block, Layout, Nested
 
 __all__ = ["PackedStorage"]
 
 _FLAGS = ("done", "terminated", "truncated")
-#: Devices whose memory compiled loops read and write.
-HOSTS = ("cpu",)
 
 
 class PackedStorage(TensorStorage):  # type: ignore[misc]
@@ -85,11 +79,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.path: Any = None if path is None else arguments.directory("path", path)
         self.mode = arguments.choice("mode", mode, ("r+", "r"))
         self._is_fresh = arguments.flag("fresh", fresh)
-        self._directory: Directory | None = None
-        self._raw: np.ndarray | None = None
-        # Of rows in memory.
-        self._arena: Arena | None = None
-        self._is_shared = False
         found = self._found()
         if found is None and max_size is None and path is not None:
             raise FileNotFoundError(f"{self.path} must hold a storage, or max_size be named.")
@@ -102,24 +91,29 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Storage.__init__(self, max_size)
         #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
         self.is_replayed = False
-        self._given_size: Any = max_size
+        self._given_size = self.max_size
         self._num_envs, self._max_entries = num_envs, max_entries
         #: As given.
         self.fields = dict(fields or {})
+        # Whether it was said that there are not entries enough for any rows.
+        self._is_warned = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
-        #: Which rows there are.
-        self.episodes = self._new_index(1)
-        self.max_size = self.episodes.capacity
-        #: The rows; None until their layout is fixed.
-        self.rows: Any = None
-        self.layout: Any = None
-        # Whether there are entries enough for any rows, or it was said that there are not.
-        self._is_roomy = max_entries is None and self._gives_back
-        if found is not None and self.path is not None:
+        self._take(Memory(None, self._given_size, num_envs, max_entries, self.device))
+        if found is not None:
             self._check_fits(found)
-            self._adopt(Directory.open(self.path, self.mode))
+            self._take(Directory.open(str(self.path), mode))
         elif path is None:
             self.prepare()
+
+    def _take(self, place: Memory | Directory) -> None:
+        """Takes rows and index from where they are."""
+        self._place, self.mode = place, place.mode
+        #: Which rows there are; the rows, and their layout, None until it is fixed.
+        self.episodes: EpisodeIndex = place.index
+        self.rows: Any = place.rows
+        self.layout: Any = place.layout
+        self._raw = place.priorities
+        self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
 
     def _found(self) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
@@ -127,7 +121,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             if self.mode == "r" or self._is_fresh:
                 raise ValueError("mode='r' and fresh=True are of a directory, got path=None.")
             return None
-        if self.device.type not in HOSTS:
+        if not self.is_on_host:
             raise ValueError(f"rows in a directory are on the host, got device={self.device}.")
         if self.mode == "r" and self._is_fresh:
             raise ValueError("fresh=True writes to the directory, got mode='r'.")
@@ -171,11 +165,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 f"the storage holds rows of num_envs={self._num_envs}, got num_envs={num_envs}: make "
                 "another storage."
             )
-        self._num_envs, self.max_size = num_envs, self._given_size
-        self.episodes = self._new_index(1)
-        self.max_size = self.episodes.capacity
-        if self.layout is not None:
-            self.check_writable()
+        self.check_writable()
+        place = Memory(None, self._given_size, num_envs, self._max_entries, self.device)
+        self._num_envs, self.max_size = num_envs, place.index.capacity
+        if self.layout is None:
+            self._take(place)
+        else:
             self.lay_out(self.layout)
 
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
@@ -186,42 +181,21 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         wanted = self.fields or found
         return Layout({key: known.get(key) or found[key] for key in wanted}, nested)
 
-    def _new_index(
-        self, frames: int, tables: Mapping[str, np.ndarray] | None = None
-    ) -> EpisodeIndex:
-        steps, max_entries = self.max_size // self._num_envs, self._max_entries
-        if max_entries is None and not self._gives_back:
-            # Entries that no row needs are not given back here.
-            most = max(steps // 8, 64)
-            max_entries = self._num_envs * (steps + most + (frames + 1) * min(most, 64))
-        return EpisodeIndex(
-            *(self.max_size, self._num_envs), stack=frames, max_entries=max_entries, tables=tables
-        )
-
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
-        self._raw = None
-        if self.path is not None:
-            self._adopt(self._new_directory(layout))
+        if self.path is None:
+            sizes = self.max_size, self._num_envs, self._max_entries
+            self._take(Memory(layout, *sizes, self.device))
             return
-        if not self.is_on_host:
-            self.episodes = self._new_index(layout.frames)
-            self.rows = DeviceRows(layout, self.episodes, self.device)
-        else:
-            shapes, lane_bytes = self._shapes(layout)
-            self._take(layout, Arena(shapes, lane_bytes=lane_bytes))
-        self.layout = layout
-
-    def _shapes(self, layout: Layout) -> tuple[dict[str, Any], int]:
-        """Returns the arrays of rows on the host, and the bytes of a lane's entries."""
-        index = self._new_index(layout.frames)
-        entries = index.num_envs * index.entries_per_lane, layout.entry_words
-        shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
-        return shapes, index.entries_per_lane * layout.entry_words * 8
-
-    def _take(self, layout: Layout, arena: Arena) -> None:
-        self.episodes = self._new_index(layout.frames, arena.arrays)
-        self.rows, self._arena = HostRows(layout, self.episodes, arena), arena
+        is_there = self.layout is not None  # without rows
+        self._place.close()
+        self._take(
+            Directory.create(
+                *(self.path, layout, self.max_size, self._num_envs),
+                max_entries=self._max_entries,
+                fresh=self._is_fresh or is_there,
+            )
+        )
 
     def share(self) -> None:
         """Moves the rows to memory that other processes share.
@@ -229,42 +203,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             RuntimeError: they are on a GPU or in a directory, or their fields are not known.
         """
-        before, layout = self._arena, self.layout
-        if before is None:
-            raise RuntimeError(
-                "rows are shared in memory, once their fields are known: pass fields=, or write first."
-            )
-        shapes, lane_bytes = self._shapes(layout)
-        shapes["priorities"] = np.float32, (self.max_size,)
-        arena = Arena.shared(shapes, lane_bytes=lane_bytes)
-        arena.take({**before.arrays, "priorities": self.priorities})
-        self._take(layout, arena)
-        self._raw, self._is_shared = arena.arrays["priorities"], True
-
-    def _new_directory(self, layout: Layout) -> Directory:
-        if self._directory is not None:  # without rows
-            self._directory.close()
-        return Directory.create(
-            *(self.path, layout, self.max_size, self._num_envs),
-            max_entries=self._max_entries,
-            fresh=self._is_fresh or self._directory is not None,
-        )
-
-    def _adopt(self, directory: Directory) -> None:
-        """Takes rows and index from a directory."""
-        self._directory, self._raw = directory, directory.priorities
-        self.episodes, self.rows, self.layout = directory.index, directory.rows, directory.layout
-        self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
+        self._take(self._place.shared())
 
     @property
     def is_on_host(self) -> bool:
         """Whether compiled loops read and write the rows."""
-        return self.device.type in HOSTS
-
-    @property
-    def _gives_back(self) -> bool:
-        """Whether memory of entries that no row needs is given back."""
-        return self.is_on_host and GIVES_BACK
+        return is_on_host(self.device)
 
     @property
     def initialized(self) -> bool:
@@ -279,7 +223,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         self.check_writable()
         index = self.episodes
-        tails = None if self._is_roomy else index.tails.copy()
+        tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         if len(block.words) <= index.most_steps or block.longest <= index.most_steps:
             slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
         else:
@@ -342,7 +286,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _warn_of_little_room(self) -> None:
         """Warns once that steps were evicted before their time."""
-        self._is_roomy = True
+        self._is_warned = True
         index = self.episodes
         warn_caller(
             f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: there "
@@ -354,9 +298,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def state(self) -> State:
         """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
         self.look()
-        if self._directory is not None:
-            return dumps.packed_in(self._directory)
-        return dumps.packed(self.episodes, self.layout, self.rows, self._raw)
+        return dumps.packed(self._place)
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
@@ -380,17 +322,13 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 raise ValueError(
                     f"rows must be those of this storage, got {got:.200}: nothing changed."
                 )
-            dumps.check(saved, self._new_index(layout.frames))
+            sizes = self.max_size, self._num_envs
+            dumps.check(saved, EpisodeIndex(*sizes, stack=layout.frames))
 
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
-            if self._directory is not None:
-                self._adopt(self._directory.replaced(partial(dumps.fill, saved), rest))
-                return
-            if any(lane.priorities.any() for lane in saved.lanes):
-                self._raw = self.priorities
-            dumps.fill(saved, self.episodes, self.rows, self._raw)
+            self._take(self._place.replaced(partial(dumps.fill, saved), rest))
 
         return adopt
 
@@ -427,16 +365,13 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def priorities(self) -> np.ndarray:
         """Raw priorities `[E T]` float32 of the rows; 0, or what can't be one, says that none was set."""
         if self._raw is None:
-            self._raw = np.zeros(self.episodes.capacity, np.float32)
+            self._raw = self._place.priorities = np.zeros(self.episodes.capacity, np.float32)
         return self._raw
 
     def empty(self, keep_steps: int = 0) -> None:
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
         self.check_writable()
-        if self._directory is None:
-            self.episodes.empty(keep_steps)
-        else:
-            self._directory.empty(keep_steps)
+        self._place.empty(keep_steps)
         if self._raw is not None:
             self._raw[self.episodes.live_slots().numpy()] = 0
 
@@ -450,29 +385,28 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     @property
     def writes(self) -> bool:
         """Whether this process may write; others may not meanwhile."""
-        return self._directory is None or self._directory.is_writer
+        return self._place.is_writer
 
     def check_writable(self) -> None:
         """Raises a RuntimeError if this storage is open for reading only."""
-        if self._directory is not None:
-            self._directory.check_writer()
+        self._place.check_writer()
 
     @property
     def kept_state(self) -> Mapping[str, Any]:
         """The state of other parts that the directory keeps, as JSON; in memory nothing."""
-        return {} if self._directory is None else self._directory.state
+        return self._place.state
 
     def flush(self, state: Mapping[str, Any] | None = None) -> None:
         """Waits until all rows are on the disk, with the `state` of other parts."""
-        if self._directory is not None and self.writes:
-            self._directory.flush(state)
+        if self.writes:
+            self._place.flush(state)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
         """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
-        if self._directory is not None and keep:
-            self._directory.close(state)
-        elif self._directory is not None:
-            self._directory.remove()
+        if keep:
+            self._place.close(state)
+        else:
+            self._place.remove()
 
     def look(self) -> np.ndarray | None:
         """Looks, before rows are read, for what another process has done to the directory.
@@ -480,11 +414,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Returns:
             what `gave_way` takes; None if no other process writes.
         """
-        directory = self._directory
-        if directory is None or directory.is_writer:
+        place = self._place
+        if place.is_writer:
             return None
-        if directory.is_open and not directory.is_current:
-            self._adopt(Directory.open(directory.path, "r"))
+        if (newest := place.newest()) is not place:
+            self._take(newest)
         return self.episodes.cursors.copy()
 
     def gave_way(self, seen: np.ndarray, slots: torch.Tensor) -> torch.Tensor:
@@ -498,39 +432,18 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         steps = newest - (newest - slots) % self.episodes.steps_per_lane
         return self.episodes.stale(slots.reshape(-1), steps.reshape(-1)).view(slots.shape)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy of what is in a directory reads it.
-        if self._directory is not None:
-            return partial(PackedStorage, None, path=self.path, mode="r"), ()
-        return super().__reduce_ex__(protocol)
-
     def validate(self) -> None:
         """Raises a RuntimeError or ValueError if tables contradict one another, or rows are damaged."""
-        self.episodes.validate()
-        if self._directory is not None:
-            self._directory.validate()
+        self._place.validate()
 
     def __getstate__(self) -> State:
-        """Returns what makes a copy with rows of its own, or for a spawned process shared ones."""
-        state = Storage.__getstate__(self)
-        if self._is_shared and get_spawning_popen() is not None:
-            own: tuple[str, ...] = ("episodes", "rows", "_raw")
-        else:
-            own = ("episodes", "rows", "_raw", "layout", "_arena", "_is_shared")
-            # As bytes: tensors that are sent to a spawned process must outlive this call.
-            state = {**state, "saved": pickle.dumps(self.state())}
-        return {name: state[name] for name in state if name not in own}
+        """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
+        own = ("episodes", "rows", "layout", "_raw")
+        return {name: it for name, it in Storage.__getstate__(self).items() if name not in own}
 
     def __setstate__(self, state: State) -> None:
-        saved = state.pop("saved", None)
         Storage.__setstate__(self, state)
-        if saved is None:
-            self._take(self.layout, self._arena)  # type: ignore[arg-type]
-            self._raw = self._arena.arrays["priorities"]  # type: ignore[union-attr]
-            return
-        self.episodes, self.rows, self.layout, self._raw = self._new_index(1), None, None, None
-        self._arena, self._is_shared = None, False
-        self.parsed(pickle.loads(saved))()
+        self._take(self._place)
 
     # As TorchRL's buffers ask
 

@@ -133,6 +133,10 @@ class Recorder:
         """Forgets which environments ended, after a manual `reset` of some, or of all."""
         self._ended[[*named_lanes(lanes, self.num_envs)]] = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Views that are copied are views no more.
+        return {**self.__dict__, "_staging": None}
+
     def state(self) -> State:
         """Returns which environments are only reset by their next step."""
         return {"ended": torch.from_numpy(self._ended.copy())}

@@ -1,0 +1,149 @@
+"""Rows in memory: what a `Directory` is for those in files, with nothing to flush or to close."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import numpy as np
+import torch
+
+from trl_storages.index import EpisodeIndex
+from trl_storages.packed import dumps
+from trl_storages.streams.arena import GIVES_BACK, Arena
+from trl_storages.streams.device_rows import DeviceRows
+from trl_storages.streams.host_rows import HostRows
+from trl_storages.streams.layout import Layout
+
+__all__ = ["HOSTS", "Memory", "is_on_host"]
+
+#: Devices whose memory compiled loops read and write.
+HOSTS = ("cpu",)
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Returns whether compiled loops read and write the rows of a device."""
+    return device.type in HOSTS
+
+
+class Memory:
+    """Rows in memory of this process, in memory that others share, or on a device, with their index.
+
+    Args:
+        layout: of the rows; without one there is an empty index alone, by which sizes are checked.
+        max_size, num_envs, max_entries: see `EpisodeIndex`; where memory is not given back there is room
+            for episodes of about eight steps by default.
+        device: of the rows.
+        shared: memory that another process has; None makes some.
+
+    Attributes:
+        index: which rows there are.
+        rows: the rows; None without a layout.
+        priorities: `[E T]` float32 of the rows; None until they are needed.
+    """
+
+    mode = "r+"
+    is_writer = is_still = True
+    state: Mapping[str, Any] = {}
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        max_size: int,
+        num_envs: int,
+        max_entries: int | None,
+        device: torch.device,
+        shared: Arena | None = None,
+    ) -> None:
+        self._made_of = layout, max_size, num_envs, max_entries, device
+        self.layout, self._is_shared = layout, shared is not None
+        frames = 1 if layout is None else layout.frames
+        if max_entries is None and not (is_on_host(device) and GIVES_BACK):
+            # Entries that no row needs are not given back here.
+            steps = max_size // max(num_envs, 1)
+            most = max(steps // 8, 64)
+            max_entries = num_envs * (steps + most + (frames + 1) * min(most, 64))
+        self.index = EpisodeIndex(max_size, num_envs, stack=frames, max_entries=max_entries)
+        self.rows: Any = None
+        self.priorities: np.ndarray | None = None
+        if layout is None:
+            return
+        if not is_on_host(device):
+            self.rows = DeviceRows(layout, self.index, device)
+            return
+        self._arena = arena = shared or Arena(**self._arrays(layout))
+        self.index = EpisodeIndex(
+            max_size, num_envs, stack=frames, max_entries=max_entries, tables=arena.arrays
+        )
+        self.rows = HostRows(layout, self.index, arena)
+        self.priorities = arena.arrays.get("priorities")
+
+    def _arrays(self, layout: Layout) -> dict[str, Any]:
+        """Returns what an arena takes for the rows."""
+        index = self.index
+        entries = index.num_envs * index.entries_per_lane, layout.entry_words
+        shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
+        return {"shapes": shapes, "lane_bytes": index.entries_per_lane * layout.entry_words * 8}
+
+    def shared(self) -> Memory:
+        """Returns the rows in memory that other processes share.
+
+        Raises:
+            RuntimeError: they are on a GPU, or there are none as their fields are not known.
+        """
+        if self.layout is None or not isinstance(self.rows, HostRows):
+            raise RuntimeError(
+                "rows are shared in memory, once their fields are known: pass fields=, or write first."
+            )
+        arrays = self._arrays(self.layout)
+        arrays["shapes"]["priorities"] = np.float32, (self.index.capacity,)
+        arena = Arena.shared(**arrays)
+        known = {} if self.priorities is None else {"priorities": self.priorities}
+        arena.take({**self._arena.arrays, **known})
+        return Memory(*self._made_of, arena)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._is_shared and get_spawning_popen() is not None:
+            return Memory, (*self._made_of, self._arena)
+        # As bytes: tensors that are sent to a spawned process must outlive this call.
+        return _copied, (self._made_of, pickle.dumps(dumps.packed(self)))
+
+    def replaced(self, fill: Callable[..., None], _: Any = None) -> Memory:
+        """Returns the memory with other rows."""
+        if self.priorities is None:
+            self.priorities = np.zeros(self.index.capacity, np.float32)
+        fill(self.index, self.rows, self.priorities)
+        return self
+
+    def empty(self, keep_steps: int) -> None:
+        """Discards all rows but the last `keep_steps` of each lane; with 0 it begins anew."""
+        self.index.empty(keep_steps)
+
+    def validate(self) -> None:
+        """Raises a RuntimeError if the index contradicts itself."""
+        self.index.validate()
+
+    def newest(self) -> Memory:
+        """Returns the rows that count now: these."""
+        return self
+
+    def check_writer(self) -> None:
+        """Nothing: whoever has memory may write."""
+
+    def flush(self, state: Any = None) -> None:
+        """Nothing."""
+
+    def close(self, state: Any = None) -> None:
+        """Nothing."""
+
+    def remove(self) -> None:
+        """Nothing."""
+
+
+def _copied(made_of: tuple[Any, ...], saved: bytes) -> Memory:
+    made = Memory(*made_of)
+    rows = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
+    return made.replaced(partial(dumps.fill, rows))
