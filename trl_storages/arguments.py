@@ -101,7 +101,6 @@ def number(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float = math.inf,
-    infinite: bool = False,
 ) -> float:
     """Returns a number within a range, as a float.
 
@@ -111,7 +110,6 @@ def number(
         above: exclusive lower bound.
         at_least: inclusive lower bound.
         at_most: inclusive upper bound.
-        infinite: whether it may be infinite.
 
     Raises:
         TypeError: it is not a number.
@@ -122,14 +120,13 @@ def number(
     ValueError: eta must be in (0, 1], got 1.2.
     """
     low = above if above is not None else -math.inf if at_least is None else at_least
-    opening = "[" if at_least is not None else "("
-    closing = "]" if at_most < math.inf or infinite else ")"
-    limits = f"in {opening}{low:g}, {at_most:g}{closing}"
+    closing = "]" if at_most < math.inf else ")"
+    limits = f"in {'(' if at_least is None else '['}{low:g}, {at_most:g}{closing}"
     if not _is_real(real := _scalar(value)):
         raise TypeError(f"{name} must be a number {limits}, got {shown(value)}.")
     real = float(real)
     is_above = real > low if at_least is None else real >= low
-    if not (is_above and real <= at_most) or (math.isinf(real) and not infinite):
+    if not (is_above and real <= at_most and math.isfinite(real)):
         raise ValueError(f"{name} must be {limits}, got {shown(value)}.")
     return real
 
@@ -467,27 +464,12 @@ def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
     """
     if lanes is None:
         return range(num_envs)
-    try:
-        ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
-    except ValueError:  # lists of unequal lengths
-        ids = np.asarray(None)
-    if ids.dtype == bool:
-        if ids.shape != (num_envs,):
-            raise ValueError(
-                f"a mask of lanes must have shape [{num_envs}], got {list(ids.shape)}."
-            )
-        named: list[int] = ids.nonzero()[0].tolist()
-        return named
-    values = ids.reshape(-1).tolist() if ids.dtype.kind in "iu" else []
-    if (
-        ids.ndim != 1
-        or not values
-        or len(set(values)) != len(values)
-        or not all(0 <= lane < num_envs for lane in values)
-    ):
-        is_number = ids.ndim == 0 and values and 0 <= values[0] < num_envs
-        hint = f": pass [{values[0]}]" if is_number else ""
+    ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+    if ids.dtype == bool and ids.shape == (num_envs,):
+        ids = ids.nonzero()[0]
+    values: list[int] = ids.tolist() if ids.ndim == 1 and ids.dtype.kind in "iu" else [-1]
+    if len({*values}) < len(values) or any(not 0 <= lane < num_envs for lane in values):
         raise ValueError(
-            f"lanes must be a list of distinct numbers in 0..{num_envs - 1}, got {lanes}{hint}."
+            f"lanes must be distinct numbers in 0..{num_envs - 1}, or a mask [{num_envs}], got {lanes}."
         )
     return values

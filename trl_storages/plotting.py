@@ -28,23 +28,20 @@ _RED, _GREY, _DARK = "#c23b3b", "#e9e9e9", "#333333"
 # Neighbouring episodes get different colours, all light enough for dark marks.
 _EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
 # More than this can't be distinguished in a plot.
-_MOST_BARS, _MOST_MARKS = 400, 150
+_MOST_AGES, _MOST_BARS, _MOST_MARKS = 40, 400, 150
 
 
-def plot_ages(
-    storage: ReplayStorage, batch: TensorDictBase, *, bins: int = 40, ax: Axes | None = None
-) -> Axes:
+def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None = None) -> Axes:
     """Plots the ages of a batch's rows, compared with uniform draws.
 
     Args:
         storage: the storage that the batch was sampled from.
         batch: one batch, or several joined by `torch.cat`; more samples give a smoother plot.
-        bins: number of bars, from the newest row to the oldest.
         ax: where to draw; None makes a figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        KeyError, ValueError: as in `storage.explain`.
+        KeyError, IndexError: as in `storage.explain`.
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
@@ -54,12 +51,11 @@ def plot_ages(
     >>> plot_ages(storage, storage.sample()).get_xlabel()
     'age in rows'
     """
-    bins = arguments.integer("bins", bins, at_least=1)
     _check(storage)
     ages = _array(storage.explain(batch)["age"])
     ax = _axes("plot_ages", ax, (5, 2.6))
     num_rows = len(storage)
-    counts, edges = np.histogram(ages, min(bins, num_rows), (0, num_rows))
+    counts, edges = np.histogram(ages, min(_MOST_AGES, num_rows), (0, num_rows))
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
     uniform = len(ages) / len(counts)
     ax.axhline(uniform, color=_ORANGE, ls="--", lw=1.2, label="uniform")
@@ -171,12 +167,11 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
 def plot_episode(
     storage: ReplayStorage,
     batch: TensorDictBase,
-    sample: int | None = None,
     *,
     most: int = 12,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plots one episode, the samples of a batch from it, and their goals.
+    """Plots the episode with most samples of a batch, those samples, and their goals.
 
     Each line of the plot is a sample: a bar from its first state to the state it leads to, over n steps
     or the steps of a sequence, and a star at the state that its goal comes from.
@@ -184,13 +179,12 @@ def plot_episode(
     Args:
         storage: the storage that the batch was sampled from.
         batch: the samples; the rows of a sequence count as one.
-        sample: number of the sample whose episode to plot; None takes the episode with most samples.
         most: maximum number of samples to plot.
         ax: where to draw; None makes a figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        KeyError, ValueError: as in `storage.explain`, or there is no such sample.
+        KeyError, IndexError: as in `storage.explain`.
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
@@ -211,22 +205,14 @@ def plot_episode(
         name: _array(column).reshape(num_samples, -1) for name, column in explained.columns.items()
     }
     episode = columns["episode"][:, 0]
-    if sample is None:
-        numbers, counts = np.unique(episode, return_counts=True)
-        chosen = numbers[counts.argmax()]
-    else:
-        sample = arguments.integer("sample", sample, at_most=num_samples - 1)
-        chosen = episode[sample]
+    numbers, counts = np.unique(episode, return_counts=True)
+    chosen = numbers[counts.argmax()]
     which = np.flatnonzero(episode == chosen)
     begin, end = _bars({name: column[which] for name, column in columns.items()})
     order = np.lexsort((end, begin))
     num_found = len(order)
     if len(order) > most:
         picked = np.linspace(0, len(order) - 1, most).round().astype(np.int64)
-        if sample is not None:
-            # Replace the nearest pick by the requested sample.
-            at = np.flatnonzero(which[order] == sample)[0]
-            picked[np.abs(picked - at).argmin()] = at
         order = order[picked]
     which = which[order]
     shown = {name: column[which] for name, column in columns.items()}

@@ -38,37 +38,30 @@ def drawn_priorities(
             `[N, 1]`; or the batch does not consist of whole sequences.
     """
     anchors = data.get(keys.ANCHOR_INDEX, None)
-    named = [keys.INDEX] if anchors is None else [keys.VALIDITY_MASK, keys.LEARNING_MASK]
-    if priority is None:
-        priority, named = data.get(priority_key, None), [*named, priority_key]
-    if missing := [key for key in named if data.get(key, None) is None]:
-        raise KeyError(
-            f"the batch must hold {missing}, as drawn and with the absolute temporal-difference errors "
-            f"that a loss writes; it has {sorted(map(str, data.keys()))}."
-        )
-    slots = data.get(keys.INDEX) if anchors is None else anchors
+    slots = data[keys.INDEX] if anchors is None else anchors
+    priority = data[priority_key] if priority is None else priority
     # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
-    rows, given = data.batch_size if anchors is None else anchors.shape, priority.shape
+    rows, given, priority = slots.shape, priority.shape, priority.detach()
     num_rows, S = rows.numel(), 1 if anchors is None else num_steps
-    if rows and rows[-1] % S:
-        raise ValueError(f"a batch of sequences must hold all {S} rows of each, got {[*rows]}.")
     shape = num_rows // S, S
-    steps = data.get(keys.PRIORITY_STAMP, None)
-    priority, slots = priority.detach(), slots.reshape(shape)[:, 0]
-    steps = None if steps is None else steps.reshape(shape)[:, 0]
-    if anchors is not None and given in ((shape[0],), (shape[0], 1)):
-        return slots, priority.flatten(), steps
-    fits = any(given[: len(size)] == size for size in (rows, (num_rows,), shape))
-    if not fits or (num_rows > 1 and given.numel() == num_rows**2):
+    is_of_sequences = anchors is not None and given in ((shape[0],), (shape[0], 1))
+    is_of_rows = any(given[: len(size)] == size for size in (rows, (num_rows,), shape))
+    is_spread = num_rows > 1 and given.numel() == num_rows**2
+    if num_rows % S or not (is_of_sequences or (is_of_rows and not is_spread)):
         raise ValueError(
-            f"there must be one priority a row, {[*rows]}, or one a sequence, [{shape[0]}], got "
+            f"there must be one priority a row, {[*rows]}, or one for all {S} rows of a sequence, got "
             f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
         )
-    values = one_each(priority, num_rows, reduction).reshape(shape)
-    if anchors is not None:
-        learnt = data.get(keys.VALIDITY_MASK) & data.get(keys.LEARNING_MASK)
-        values = torch.where(learnt.reshape(shape), values, 0)
-    return slots, values.amax(1), steps
+    steps = data.get(keys.PRIORITY_STAMP, None)
+    steps = None if steps is None else steps.reshape(shape)[:, 0]
+    if is_of_sequences:
+        values = priority.reshape(-1, 1)
+    else:
+        values = one_each(priority, num_rows, reduction).reshape(shape)
+        if anchors is not None:
+            learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
+            values = torch.where(learnt.reshape(shape), values, 0)
+    return slots.reshape(shape)[:, 0], values.amax(1), steps
 
 
 def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
