@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
+
+# Seconds between two looks of a draw that waits for rows.
+_PAUSE = 0.005
 
 
 class ReplayStorage(
@@ -493,12 +497,19 @@ class ReplayStorage(
         self,
         batch_size: int | None = None,
         return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: Any = None,
     ) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
+            wait: whether to wait until rows are there.
+            timeout: for how many seconds at most; None waits for ever.
+            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -508,6 +519,7 @@ class ReplayStorage(
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
                 draws goals that no transform writes.
+            TimeoutError: no rows came in time.
         """
         size = self._batch_size
         if batch_size is not None:
@@ -516,6 +528,10 @@ class ReplayStorage(
             raise RuntimeError("a storage that is shut down draws nothing.")
         if size is None:
             raise RuntimeError("batch_size must be given to the storage, or to each sample.")
+        if wait and not self.wait_until_sampleable(
+            size, timeout=timeout, cancel_event=cancel_event
+        ):
+            raise TimeoutError(f"no batch of {size} could be drawn within {timeout} seconds.")
         if self._ahead.number and size == self._batch_size:
             batch, info, self._is_epoch_over = self._ahead.take()
         else:
@@ -526,6 +542,23 @@ class ReplayStorage(
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
+
+    def wait_until_sampleable(
+        self,
+        batch_size: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel_event: Any = None,
+    ) -> bool:
+        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
+        start = time.monotonic()
+        while not self.can_sample(batch_size):
+            if timeout is not None and time.monotonic() - start >= timeout:
+                return False
+            if cancel_event is not None and cancel_event.is_set():
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
