@@ -16,7 +16,7 @@ from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import keys
+from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.refused import refuse_stock
@@ -187,16 +187,14 @@ def read(storage: PackedStorage, index: Any) -> Any:
         slots = slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)]
         batch, gone = storage.read(slots, seen)
         return batch if gone is None else batch[~gone]
-    if isinstance(index, tuple) or index is None or index is Ellipsis:
-        raise TypeError(
-            "rows have one dimension: index them by a slice, an int, a list, a mask or a tensor of "
-            f"slots, or by a key; got {index!r}."
-        )
-    slots = torch.as_tensor(index, device="cpu")
+    slots = arguments.values("index", index).cpu()
     if slots.dtype is torch.bool:
         slots = slots.nonzero().squeeze(-1)
-    if slots.numel() and (slots.is_floating_point() or slots.is_complex()):
-        raise TypeError(f"slots must be integers, got {index!r}.")
+    is_whole = not (slots.is_floating_point() or slots.is_complex())
+    if isinstance(index, tuple) or (slots.numel() and not is_whole):
+        raise TypeError(
+            f"an index must be a slice, an int, a list, a mask, integer slots or a key, got {index!r}."
+        )
     return storage.get(slots.long())
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
@@ -167,7 +166,6 @@ class ReplayStorage(
         self._flow: Flow | None = None
         self._rng = arguments.generator("generator", generator)
         self._sampler = own_sampler(UniformSampler() if sampler is None else sampler)
-        arguments.instance("sampler", self._sampler, Sampler, what="a sampler")
         self._transform = transform if isinstance(transform, Compose) else Compose()
         _check_transform(self._transform.eval())
         if not isinstance(transform, Compose | None):
@@ -230,23 +228,6 @@ class ReplayStorage(
         return opened
 
     # What there is
-
-    if TYPE_CHECKING:
-        # Typed Any, as users read and set attributes of many kinds of parts.
-        @property
-        def storage(self) -> Any:
-            """Holds the rows."""
-
-        @property
-        def sampler(self) -> Any:
-            """Draws the rows."""
-
-        @property
-        def writer(self) -> Any:
-            """Writes the rows."""
-
-        def client(self) -> Any:
-            """Returns the storage, or a handle of the process that it is in."""
 
     @property
     def episodes(self) -> Any:
@@ -678,7 +659,6 @@ class ReplayStorage(
             ValueError: it draws by priority, and has room for fewer rows. Nothing is changed then.
         """
         sampler = own_sampler(sampler)
-        arguments.instance("sampler", sampler, Sampler, what="a sampler")
         with self._replay_lock, self._write_lock:
             self._attach(sampler)
             previous, self._sampler, self._flow = self._sampler, sampler, None
@@ -710,7 +690,6 @@ class ReplayStorage(
         # A batch that is drawn meanwhile must not see the transforms half changed.
         with self._replay_lock:
             super().append_transform(transform, invert=arguments.flag("invert", invert))
-            self._flow = None
         return self
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
@@ -719,7 +698,6 @@ class ReplayStorage(
         _check_transform(arguments.instance("transform", transform, Transform))
         with self._replay_lock:
             super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
-            self._flow = None
         return self
 
     # Priorities

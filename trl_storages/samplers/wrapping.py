@@ -29,7 +29,7 @@ def own_sampler(sampler: Any) -> Any:
     if type(sampler) is SamplerWithoutReplacement and sampler.shuffle and not sampler.drop_last:
         return UniformSampler(without_replacement=True)
     refuse_stock(sampler)
-    return sampler
+    return arguments.instance("sampler", sampler, Sampler, what="a sampler")
 
 
 class WrappingSampler(OwnSampler):
