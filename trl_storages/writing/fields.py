@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,12 +101,8 @@ def transition_fields(
     # The fields of every transition come first, so that no entry can replace them.
     fields = dict(OUTCOME_FIELDS)
     following = ((keys.next_key(key), field) for key, field in observations.items())
-    for key, field in (
-        *observations.items(),
-        *actions.items(),
-        *infos.items(),
-        *following,
-    ):
+    rest = (observations.items(), actions.items(), infos.items(), following)
+    for key, field in chain(*rest):
         keys.check_free(key, fields)
         fields[key] = field
     return fields

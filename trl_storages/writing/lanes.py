@@ -138,12 +138,7 @@ def _lanes(
             is_next = before in free and not is_cut[before] and rows[before] + num_rows <= share
             if not is_next:
                 before = min(
-                    free,
-                    key=lambda lane: (
-                        is_cut[lane],
-                        when[lane] if is_cut[lane] else rows[lane],
-                        when[lane],
-                    ),
+                    free, key=lambda e: (is_cut[e], when[e] if is_cut[e] else rows[e], when[e])
                 )
             lanes[at], places[at] = before, 2 if stays_open else 1
             rows[before] += num_rows
@@ -155,7 +150,6 @@ def _lanes(
 
 def _too_many(num_trajectories: int, num_envs: int) -> str:
     return (
-        f"rows of {num_trajectories} trajectories that run side by side need as many lanes, and there "
-        f"are {num_envs}: pass num_envs={num_trajectories}, one for each environment, where the storage "
-        "or its writer is made; or end those that are over, with a `done`."
+        f"{num_trajectories} trajectories that run side by side need as many lanes, got {num_envs}: make "
+        f"the storage with num_envs={num_trajectories}, or end those that are over with a `done`."
     )

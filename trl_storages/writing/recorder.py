@@ -103,8 +103,7 @@ class Recorder:
     ) -> Any:
         if not is_vector:
             return _info_of(infos, key)
-        lanes = np.arange(self.num_envs) if lanes is None else lanes
-        return _column_of(infos, key, lanes, was_reset)
+        return _column_of(infos, key, slice(None) if lanes is None else lanes, was_reset)
 
     def _stage(
         self, step: Step, infos: Any, lanes: Any, storage: PackedStorage, is_vector: bool
@@ -217,13 +216,13 @@ def _info_of(infos: Any, key: NestedKey) -> Any:
     return found
 
 
-def _column_of(infos: Any, key: NestedKey, lanes: np.ndarray, ended: np.ndarray) -> Any:
+def _column_of(infos: Any, key: NestedKey, lanes: Any, ended: np.ndarray) -> Any:
     """Returns an entry of the infos of a vector; a leading "next" does not count.
 
     Args:
         infos: of the step.
         key: of the entry.
-        lanes: `[L]` the environments that made a transition.
+        lanes: `[L]` the environments that made a transition, or a slice of them.
         ended: `[E]` bool, those that were reset in the same step: their entry is in `final_info`. But
             what the loop itself added to the infos, which has no mask, is of the step.
 
@@ -246,7 +245,7 @@ def _column_of(infos: Any, key: NestedKey, lanes: np.ndarray, ended: np.ndarray)
             found[ended] = last[ended]
     if not is_there[lanes].all():
         raise _missing(infos, key)
-    found = found if len(lanes) == len(ended) else found[lanes]
+    found = found[lanes]
     # What gymnasium has no dtype for, such as lists of numbers.
     return np.stack([*map(np.asarray, found)]) if found.dtype == object else found
 
@@ -261,8 +260,7 @@ def _final_obs(infos: Any, lane: int) -> Any:
     if found is None or (mask is not None and not mask[lane]):
         raise ValueError(
             f"environment {lane} ended, and infos['final_obs'] must hold its last observation with "
-            f"autoreset_mode 'SameStep', got {sorted(map(str, infos))}: pass the infos of `step` as they "
-            "are, or the mode that the environments have (env.metadata['autoreset_mode'])."
+            f"autoreset_mode 'SameStep', got {sorted(map(str, infos))}: has the environment that mode?"
         )
     return _row(found, lane)
 

@@ -100,16 +100,16 @@ class Rows:
             targets[done_key] = torch.zeros(flag.shape, dtype=torch.bool, device=device)
             kinds[done_key] = flag.dtype, flag.shape[len(batch) :]
         self.words: Any = words.numpy() if device == HOST else words
-        flags = targets[done_key].reshape(size[0])
+        flags = targets[done_key].view(size[0])
         self.done: Any = flags.numpy() if device == HOST else flags
         # Flags on another device are not waited for.
         beside = keys.done_beside(kinds) if device == HOST else {}
+
+        def flat(key: NestedKey) -> np.ndarray:
+            return targets[key].view(size[0], -1).squeeze(-1).numpy()
+
         self._implied = [
-            (
-                key,
-                done,
-                *(targets[it].reshape(size[0], -1).squeeze(-1).numpy() for it in (key, done)),
-            )
+            (key, done, flat(key), flat(done))
             for key, done in beside.items()
             if kinds[key] == kinds[done] and kinds[key][0] is torch.bool
         ]
