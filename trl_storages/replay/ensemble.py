@@ -144,19 +144,17 @@ class ReplayStorageEnsemble(Strict):
             ValueError: the storages' batches have different entries.
         """
         counts = self._counts(batch_size)
-        drawn = {}
-        for number, (storage, count) in enumerate(zip(self._storages, counts, strict=True)):
-            if count:
-                drawn[number] = storage.sample_share(count)
-        num_steps = _num_steps(drawn, counts)
+        given = [pair for pair in zip(self._storages, counts, strict=True) if pair[1]]
+        drawn = [storage.sample_share(count) for storage, count in given]
+        num_steps = _num_steps(drawn, [count for _, count in given])
         # A TensorDict does the same in four times the time.
-        leaves = {number: dict(batch.items(True, True)) for number, batch in drawn.items()}
-        known = [key for key in _WITHOUT if any(key in own for own in leaves.values())]
-        for own in leaves.values():
+        leaves = [dict(batch.items(True, True)) for batch in drawn]
+        known = [key for key in _WITHOUT if any(key in own for own in leaves)]
+        for own in leaves:
             own |= {key: _WITHOUT[key](own[keys.INDEX]) for key in known if key not in own}
         _check_alike(leaves)
-        first, *others = leaves.values()
-        like = next(iter(drawn.values()))
+        first, *others = leaves
+        like = drawn[0]
         order, ids = (it.to(like.device) for it in _order_of(tuple(counts), num_steps))
         batch = {
             key: torch.cat([value, *(other[key] for other in others)]).index_select(0, order)
@@ -242,9 +240,9 @@ def _order_of(counts: tuple[int, ...], num_steps: int) -> tuple[torch.Tensor, to
     return order, ids[order]
 
 
-def _num_steps(drawn: dict[int, TensorDictBase], counts: list[int]) -> int:
+def _num_steps(drawn: list[TensorDictBase], counts: list[int]) -> int:
     """Returns S, which must be the same in all batches."""
-    sizes = {len(batch) / counts[number] for number, batch in drawn.items()}
+    sizes = {len(batch) / count for batch, count in zip(drawn, counts, strict=True)}
     if len(sizes) > 1:
         raise ValueError(
             f"the storages of an ensemble must give equally many rows a sample, got {sizes}: give all of "
@@ -253,16 +251,13 @@ def _num_steps(drawn: dict[int, TensorDictBase], counts: list[int]) -> int:
     return int(sizes.pop())
 
 
-def _check_alike(batches: dict[int, dict[NestedKey, torch.Tensor]]) -> None:
-    """Raises a ValueError if entries differ from the first batch's: in dtype, row shape or device."""
-    kinds = {
-        number: {key: (it.dtype, it.shape[1:], it.device) for key, it in batch.items()}
-        for number, batch in batches.items()
-    }
-    first, own = next(iter(kinds.items()))
-    for number, other in kinds.items():
-        if differing := [key for key in own | other if own.get(key) != other.get(key)]:
-            raise ValueError(
-                "the batches of an ensemble must have the same entries, dtypes and shapes, but storages "
-                f"{first} and {number} differ in {differing}: drop or convert them by a transform."
-            )
+def _check_alike(batches: list[dict[NestedKey, torch.Tensor]]) -> None:
+    """Raises a ValueError if entries differ in dtype, row shape or device."""
+    kinds: list[set[Any]] = [
+        {(key, it.dtype, it.shape[1:], it.device) for key, it in batch.items()} for batch in batches
+    ]
+    if differing := set.union(*kinds) - set.intersection(*kinds):
+        raise ValueError(
+            "the batches of an ensemble must have the same entries, dtypes and shapes, but differ in "
+            f"{sorted({str(key) for key, *_ in differing})}: drop or convert them by a transform."
+        )
