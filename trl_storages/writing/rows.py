@@ -17,9 +17,8 @@ from trl_storages._torchrl import copy_all
 from trl_storages.arguments import counted
 from trl_storages.streams.layout import Block, Layout
 
-__all__ = ["HOST", "Rows", "entries_in", "num_steps_of"]
+__all__ = ["Rows", "entries_in", "num_steps_of"]
 
-HOST = torch.device("cpu")
 Entries = Mapping[NestedKey, torch.Tensor]
 
 
@@ -59,7 +58,7 @@ class Rows:
     Args:
         layout: of the rows.
         batch: their batch size, of N rows in all.
-        device: where they are staged.
+        device: where they are staged, as tensors; None is as arrays on the host.
         done_key: of the flag that ends episodes, one bool a row, which need not be a field.
         found: entries of such a TensorDict.
 
@@ -68,21 +67,21 @@ class Rows:
         ValueError: they are not one bool a row.
 
     Attributes:
-        words: `[N, row_words]` int64 the rows, on the host as an array.
-        done: `[N]` bool which of them end their episodes, likewise; a view.
+        words: `[N, row_words]` int64 the rows.
+        done: `[N]` bool which of them end their episodes, a view.
     """
 
     def __init__(
         self,
         layout: Layout,
         batch: torch.Size,
-        device: torch.device,
+        device: torch.device | None,
         done_key: NestedKey,
         found: Entries,
     ) -> None:
         self.layout, self.batch, self.device = layout, batch, device
         size = batch.numel(), layout.row_words
-        if device == HOST:  # NumPy's zeros lie in huge pages
+        if device is None:  # NumPy's zeros lie in huge pages
             words = torch.from_numpy(np.zeros(size, np.int64))
         else:
             words = torch.zeros(size, dtype=torch.int64, device=device)
@@ -99,11 +98,11 @@ class Rows:
         if done_key not in targets:
             targets[done_key] = torch.zeros(flag.shape, dtype=torch.bool, device=device)
             kinds[done_key] = flag.dtype, flag.shape[len(batch) :]
-        self.words: Any = words.numpy() if device == HOST else words
+        self.words: Any = words.numpy() if device is None else words
         flags = targets[done_key].view(size[0])
-        self.done: Any = flags.numpy() if device == HOST else flags
+        self.done: Any = flags.numpy() if device is None else flags
         # Flags on another device are not waited for.
-        beside = keys.done_beside(kinds) if device == HOST else {}
+        beside = keys.done_beside(kinds) if words.is_cpu else {}
 
         def flat(key: NestedKey) -> np.ndarray:
             return targets[key].view(size[0], -1).squeeze(-1).numpy()
@@ -181,6 +180,6 @@ class Rows:
         words, done = self.words, self.done
         if order is not None:
             words, done = words[order], done[order]
-        if self.device != HOST:
+        if self.device is not None:
             return Block(which, offsets, words, done, torch.from_numpy(cut).to(self.device))
         return Block(which, offsets, words, np.ascontiguousarray(done), cut)

@@ -24,7 +24,7 @@ from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
 from trl_storages.writing.lanes import Places, all_lanes, in_order, route
-from trl_storages.writing.rows import HOST, Rows, entries_in, num_steps_of
+from trl_storages.writing.rows import Rows, entries_in, num_steps_of
 
 __all__ = ["EpisodeWriter"]
 
@@ -185,7 +185,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     ) -> Rows:
         """Returns what takes these rows: that of the last write, if they are of its batch size."""
         rows, storage = self._rows, self._storage
-        device = HOST
+        device = None
         if not storage.is_on_host and found and next(iter(found.values())).device == storage.device:
             device = storage.device
         wanted = storage.layout, batch, device
@@ -193,7 +193,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             layout = self._layout_of(data, found)
             rows = Rows(layout, batch, device, self.done_key, found)
             # Large blocks come fresh from the system, page by page, unless they are kept.
-            self._rows = rows if device == HOST and rows.words.nbytes <= _MOST_KEPT else None
+            self._rows = rows if device is None and rows.words.nbytes <= _MOST_KEPT else None
         return rows
 
     def _layout_of(self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor]) -> Layout:
