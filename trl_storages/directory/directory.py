@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.directory.description import NAME, ROWS, Description, damaged
-from trl_storages.directory.files import NO_LINKS, open_regular, sync_directory
-from trl_storages.directory.lock import WriterLock
+from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
 from trl_storages.directory.recovery import forget_beyond, recover
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
