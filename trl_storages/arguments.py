@@ -42,13 +42,11 @@ __all__ = [
     "shown",
     "steps",
     "tensor",
-    "tracker",
     "unit_interval",
     "values",
     "warn_caller",
 ]
 
-Item = TypeVar("Item")
 Kind = TypeVar("Kind")
 Limits = ParamSpec("Limits")
 
@@ -334,25 +332,6 @@ def generator(name: str, value: Any) -> torch.Generator | None:
         TypeError: it is neither.
     """
     return optional(instance, name, value, torch.Generator, what="a torch.Generator or None")
-
-
-def tracker(what: str, show: bool) -> Callable[[Iterable[Item]], Iterable[Item]]:
-    """Returns a function that wraps an iterable in a progress bar.
-
-    Args:
-        what: label of the bar.
-        show: whether to show it.
-
-    Raises:
-        ImportError: `show` is True, but tqdm is not installed.
-    """
-    if not show:
-        return lambda items: items
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm.") from error
-    return lambda items: tqdm(items, desc=what, leave=False)
 
 
 def _scalar(value: Any) -> Any:

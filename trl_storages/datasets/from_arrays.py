@@ -1,26 +1,39 @@
 """Makes a storage from arrays, as in D4RL, OGBench, garage and others.
 
-Letters: N rows of the arrays, T steps of a path, B batch, G goal size.
+Letters: N rows of the arrays, G goal size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
+from tensordict import TensorDict
+from torchrl.data import Composite, Unbounded
 
 from trl_storages import arguments
-from trl_storages.datasets.filling import BLOCK, Recipe, filled
-from trl_storages.datasets.names import ROLE_OF, as_dictionary
-from trl_storages.datasets.transitions import GoalOf, Transitions
-from trl_storages.keys import leaves, nested
+from trl_storages.datasets.columns import GoalOf, blocks_of, columns_of, entries_of, joined
+from trl_storages.keys import (
+    ACHIEVED_GOAL,
+    ACTION,
+    DESIRED_GOAL,
+    DONE,
+    REWARD,
+    key_path,
+    next_key,
+    shared_keys,
+)
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
+from trl_storages.transforms import GoalRelabel, parts_of
+from trl_storages.writing.fields import OUTCOME_FIELDS
 
-__all__ = ["from_arrays", "join_paths"]
+__all__ = ["Recipe", "filled", "from_arrays"]
+
+#: A class of ready-made storages, or a function with the same arguments.
+Recipe = Callable[..., ReplayStorage]
 
 
 def from_arrays(
@@ -47,24 +60,24 @@ def from_arrays(
 
     `terminals` are terminal states, except in OGBench's data, where they mark the ends of episodes and
     `masks` the terminal states: such are data with `masks`, and data with neither rewards nor
-    `timeouts`. Other data whose `terminals` are only ends need `ends="terminals"`, also where rewards
-    were added to OGBench's without its `masks`.
+    `timeouts`. Other data whose `terminals` are only ends need `ends=data.pop("terminals")`, also where
+    rewards were added to OGBench's without its `masks`.
 
     Args:
-        data: name -> `[N, ...]` array, in a dictionary or a TensorDict; or a list of them, one for each
+        data: name -> `[N, ...]` array or tensor on the CPU; or a list of such dictionaries, one for each
             episode, which may have one observation more than actions.
-        ends: `[N]` bool, where episodes end, or the name of an entry that holds it; None looks for the
-            names above. For a single trajectory pass `np.zeros(N)`.
+        ends: `[N]` bool, where episodes end; None looks for the names above. For a single trajectory pass
+            `np.zeros(N)`.
         recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
-        goal_fn: returns the goals `[B, G]` that observations `[B, ...]` (a tensor, or a dictionary of
+        goal_fn: returns the goals `[N, G]` that all observations `[N, ...]` (a tensor, or a dictionary of
             them) have reached, for hindsight over data without goals. The desired goal of a transition
             is then the last goal reached in its episode. Missing rewards are computed for that goal by
             the recipe's `reward_fn`, and are NaN if the recipe has none. Of data that have
             `achieved_goals` and `desired_goals` leave it out; `reward_fn` computes missing rewards there
             as well.
         float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
-        progress: whether to show progress.
+        progress: whether to show a bar of tqdm.
         **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
             keeps the last ones.
 
@@ -74,8 +87,7 @@ def from_arrays(
     Raises:
         KeyError: an entry is missing; the message lists what there is.
         TypeError: an entry is not numeric.
-        ValueError: lengths differ, an episode does not fit into `storage_size`, or `path` holds rows.
-            Nothing is written then.
+        ValueError: lengths differ, or `path` holds rows. Nothing is written then.
 
     >>> import numpy as np
     >>> data = {"observations": np.arange(12.0).reshape(6, 2), "actions": np.zeros((6, 1)),
@@ -84,99 +96,86 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
-    goal_fn = arguments.optional(arguments.function, "goal_fn", goal_fn, "of observations")
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        data, path_ends = join_paths(data)
+    if isinstance(data, Mapping):
+        entries = entries_of(data, goal_fn)
+    else:
+        entries, path_ends = joined([entries_of(path, goal_fn) for path in data])
         ends = path_ends if ends is None else ends
-    transitions = Transitions(
-        *(data, ends),
-        float_dtype=float_dtype,
-        goal_fn=goal_fn,
-        computes_rewards=goal_fn is not None or options.get("reward_fn") is not None,
-    )
-    blocks = [
-        partial(transitions.block, start, start + BLOCK)
-        for start in range(0, len(transitions), BLOCK)
-    ]
-    return filled(
-        *(recipe, transitions, blocks),
-        num_rows=len(transitions),
-        longest_episode=transitions.longest_episode,
-        options=options,
-        progress=progress,
-    )
+    if REWARD not in entries.fields and goal_fn is None and options.get("reward_fn") is None:
+        raise KeyError(
+            f"data must have the entry 'rewards', there are {[*entries.fields]}; or goals (or goal_fn=) "
+            "and a recipe with reward_fn=, which computes them."
+        )
+    columns = columns_of(entries, ends, sets_goals=goal_fn is not None)
+    num_rows = len(columns[DONE][1])
+    return filled(recipe, blocks_of(columns, float_dtype), num_rows, options, progress=progress)
 
 
-def join_paths(paths: Sequence[Any]) -> tuple[dict[str, Any], np.ndarray]:
-    """Concatenates episodes.
-
-    Args:
-        paths: dictionaries of `[T, ...]` arrays, also nested; observations may be `[T + 1, ...]`,
-            with the final observation.
-
-    Returns:
-        the entries of all episodes `[N, ...]`, and `[N]` bool, where the episodes end.
+def filled(
+    recipe: Recipe,
+    blocks: Iterator[TensorDict],
+    num_rows: int,
+    options: Mapping[str, Any],
+    *,
+    progress: bool,
+) -> ReplayStorage:
+    """Makes a storage and writes blocks of steps to it. If writing fails, its files are deleted.
 
     Raises:
-        TypeError: an episode is not a dictionary.
-        KeyError: an episode has other entries than the first.
-        ValueError: there are no episodes, or an entry has not one row for each step.
-
-    >>> data, ends = join_paths([{"obs": [1, 2, 3], "acts": [0, 0]}, {"obs": [5, 6], "acts": [1]}])
-    >>> data["obs"].tolist(), data["next_obs"].tolist(), ends.tolist()
-    ([1, 2, 5], [2, 3, 6], [False, True, True])
+        ValueError: the storage holds rows already, or is of several environments.
     """
-    if not len(paths):
-        raise ValueError("data must hold an episode at least, got an empty sequence.")
-    parts: dict[tuple[str, ...], list[Any]] = {}
-    lengths = []
-    for number, path in enumerate(paths):
-        found, num_steps = _steps_of(path, number)
-        if number and found.keys() != parts.keys():
-            raise KeyError(
-                f"all episodes of data must have the entries of the first, {[*parts]}; number {number} "
-                f"has {[*found]}."
-            )
-        for key, value in found.items():
-            parts.setdefault(key, []).append(value)
-        lengths.append(num_steps)
-    ends = np.zeros(sum(lengths), bool)
-    ends[np.cumsum(lengths) - 1] = True
-    return nested((key, _joined(key, values)) for key, values in parts.items()), ends
-
-
-def _steps_of(path: Any, number: int) -> tuple[dict[tuple[str, ...], Any], int]:
-    """Returns the entries of an episode, with one row for each step, and T."""
-    path = as_dictionary(f"data[{number}]", path)
-    found = dict(leaves(path, "each episode of data"))
-    for key, value in found.items():
-        if not (hasattr(value, "__len__") and getattr(value, "ndim", True)):
-            raise TypeError(f"data[{number}][{key!r}] must have one row a step, got {value!r:.40}.")
-    seen, actions = (
-        [key for key in found if ROLE_OF.get(key[0]) == role]
-        for role in ("observations", "actions")
-    )
-    if not actions:
-        raise KeyError(f"data[{number}] must have the entry 'actions', it has {[*found]}.")
-    num_steps = len(found[actions[0]])
-    has_last = bool(seen) and all(len(found[key]) == num_steps + 1 for key in seen)
-    if has_last and "next_observations" not in map(ROLE_OF.get, path):
-        for key in seen:
-            after = ("next_" + key[0], *key[1:])
-            found[after], found[key] = found[key][1:], found[key][:-1]
-    wrong = {key: len(value) for key, value in found.items() if len(value) != num_steps}
-    if wrong or not num_steps:
+    first = next(blocks)
+    infos = {*arguments.keys("info_keys", options.get("info_keys", ()))}
+    fields = {key: (leaf.dtype, leaf.shape[1:]) for key, leaf in first.items(True, True)}
+    twins = {*shared_keys(fields)} - infos
+    observations, actions, further = Composite(), Composite(), {}
+    for key, (dtype, shape) in fields.items():
+        if key in twins:
+            observations[key] = Unbounded(shape, dtype=dtype)
+        elif key_path(key)[0] == ACTION:
+            actions[key] = Unbounded(shape, dtype=dtype)
+        elif key not in {*infos, *map(next_key, twins)} and OUTCOME_FIELDS.get(key) != fields[key]:
+            further[key] = dtype, shape
+    options = {"storage_size": max(num_rows, 2), **options, "extra_fields": further}
+    storage = recipe(observations, actions, **options)
+    num_stored, num_envs = len(storage), storage.episodes.num_envs
+    if num_stored or num_envs > 1:
+        storage.close()
         raise ValueError(
-            f"each episode of data must have one row for each step, and one at least; number {number} "
-            f"has {num_steps} actions, and {wrong}."
+            "the storage must be empty and of one environment for a dataset, and it holds "
+            f"{num_stored} rows of {num_envs}."
         )
-    return found, num_steps
-
-
-def _joined(key: tuple[str, ...], values: Sequence[Any]) -> Any:
+    relabel = next(
+        (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel)), None
+    )
     try:
-        if isinstance(values[0], torch.Tensor):
-            return torch.cat([torch.as_tensor(value) for value in values])
-        return np.concatenate([np.asarray(value) for value in values])
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{key} must have the same shape in all episodes: {error}.") from error
+        for steps in (
+            _shown(chain([first], blocks), num_rows) if progress else chain([first], blocks)
+        ):
+            if REWARD not in fields:
+                steps[REWARD] = _rewards(relabel, steps)
+            storage.extend(steps)
+    except BaseException:
+        storage.close(keep=False)
+        raise
+    # Later writes do not continue the data.
+    storage.end_episodes()
+    return storage
+
+
+def _shown(blocks: Iterable[TensorDict], num_rows: int) -> Iterator[TensorDict]:
+    from tqdm import tqdm
+
+    with tqdm(total=num_rows, desc="writing rows", leave=False) as bar:
+        for steps in blocks:
+            yield steps
+            bar.update(len(steps))
+
+
+def _rewards(relabel: GoalRelabel | None, steps: TensorDict) -> torch.Tensor:
+    """Returns the rewards of the desired goals of steps, NaN if nothing computes them."""
+    if relabel is None or relabel.reward_fn is None:
+        return torch.full((len(steps), 1), torch.nan)
+    achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
+    found = relabel.reward_fn(achieved, goals, {key: steps[key] for key in relabel.info_keys})
+    return torch.as_tensor(found).float().reshape(-1, 1)
