@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
 import torch
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 Kind = TypeVar("Kind")
-Limits = ParamSpec("Limits")
 
 _INT64_MAX = 2**63 - 1
 
@@ -78,11 +77,7 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
 
 
 def optional(
-    check: Callable[Concatenate[str, Any, Limits], Kind],
-    name: str,
-    value: Any,
-    *limits: Limits.args,
-    **named: Limits.kwargs,
+    check: Callable[..., Kind], name: str, value: Any, *limits: Any, **named: Any
 ) -> Kind | None:
     """Applies another check, but lets None pass.
 

@@ -195,7 +195,6 @@ class UniformReplayStorage(ReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        arguments.choice("mode", mode, ("r+", "r"))
         if service_backend is not None:
             raise NotImplementedError("leave service_backend out.")
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
@@ -228,7 +227,7 @@ class UniformReplayStorage(ReplayStorage):
             sampler=sampler,
             writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
             transform=Compose(*transforms) if transforms else None,
-            batch_size=arguments.integer("batch_size", batch_size, at_least=1),
+            batch_size=batch_size,
             sample_unit=sample_unit,
             recorder=Recorder(
                 num_envs,
