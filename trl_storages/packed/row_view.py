@@ -153,9 +153,8 @@ class RowView:
         """
         if not isinstance(slots, torch.Tensor) or slots.dtype is not torch.int64:
             raise TypeError(f"slots must be a tensor of int64, got {slots!r}.")
-        if (
-            self._storage.writes
-        ):  # a writer elsewhere may evict rows at any time, which is seen later
+        # Where another process writes they may go at any time, which is seen later.
+        if self._storage.writes:
             self.episodes.check_live(slots.reshape(-1).cpu())
         rows = RowView(self._storage, slots.cpu())
         rows.read = self.read
