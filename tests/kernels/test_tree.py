@@ -8,6 +8,7 @@ from scipy.stats import chisquare
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import tree
+from trl_storages.kernels.words import LANES
 
 
 class Tree:
@@ -216,7 +217,7 @@ def test_the_newest_steps_are_ranges(num_lanes, num_steps, data):
         index.tails[lane] = data.draw(st.integers(max(cursor - num_steps, 0), cursor))
     for window in range(1, num_steps + 2):
         ranges = np.empty((2, 2 * num_lanes), np.int64)
-        tree.newest_ranges(index.tables, window, ranges)
+        tree.newest_ranges(index.tables[LANES], index.steps_per_lane, window, ranges)
         found = [leaf for bounds in ranges.T for leaf in range(*bounds)]
         expected = [
             lane * num_steps + step % num_steps

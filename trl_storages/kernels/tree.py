@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.compile import inlined, loop, prefetch
-from trl_storages.kernels.words import CURSOR, LANES, STEPS, TAIL
+from trl_storages.kernels.words import CURSOR, TAIL
 
 __all__ = ["draw_leaves", "least_within", "level_starts", "newest_ranges", "renew", "set_leaves"]
 
@@ -121,9 +121,11 @@ def renew(nodes: Any, starts: Any, is_least: bool) -> None:
 
 
 @loop
-def newest_ranges(index: Any, window: int, ranges: Any) -> None:
-    """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends."""
-    lanes, T = index[LANES], index[STEPS]
+def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
+    """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends.
+
+    `lanes` `[E, 2]` are cursors and tails as the tree knows them, T the steps of each.
+    """
     for e in range(len(lanes)):
         cursor = lanes[e, CURSOR]
         count = max(min(cursor - lanes[e, TAIL], window), 0)

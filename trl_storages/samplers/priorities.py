@@ -5,9 +5,10 @@ Letters: N slots, B batch, E lanes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from trl_storages.index import Seen
 from trl_storages.kernels import draws, tree
 from trl_storages.packed import PackedStorage
 
@@ -48,7 +49,8 @@ class Priorities:
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
-        self._seen: Seen | None = None
+        # What was taken in of the index, a `Seen`.
+        self._seen: Any = None
         if largest is None:
             most = self._usable(self.raw[index.live_slots().numpy()], 0).max(initial=0)
             largest = (float(most), True) if most > 0 else (1.0, False)
@@ -143,7 +145,9 @@ class Priorities:
         ranges = _NO_RANGES
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
-            tree.newest_ranges(self.index.tables, window, ranges)
+            # The newest that the tree knows: another process may be writing.
+            lanes = self._seen.lanes
+            tree.newest_ranges(lanes, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges
