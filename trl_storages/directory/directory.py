@@ -16,6 +16,7 @@ from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, syn
 from trl_storages.directory.recovery import forget_beyond, recover
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
+from trl_storages.kernels.words import FIRST, LAST
 from trl_storages.streams import Arena, HostRows, Layout
 
 __all__ = ["Directory"]
@@ -152,7 +153,7 @@ class Directory:
         """Opens a directory.
 
         After an unclean end of the machine, or of a copy of a directory in use, the rows that are whole
-        are found anew. After a clean one the index alone is checked: `validate` reads the rows.
+        are found anew. After a clean one not all rows are looked at: `validate` does.
 
         Raises:
             FileNotFoundError: it holds no storage.
@@ -197,9 +198,15 @@ class Directory:
         finally:
             os.close(file)
         is_same = described.inode == inode and described.boot == _boot() != ""
-        if described.is_clean or is_same:
-            self._check(reads_rows=not described.is_clean)
-            if writes and not described.is_clean and forget_beyond(self.index, self._arena):
+        if described.is_clean:
+            lanes = self.index.tails.tolist(), self.index.cursors.tolist()
+            if Description.read(self.path) != described:
+                self._read()  # somebody writes meanwhile
+                return
+            self._check_closed(lanes == (described.tails, described.cursors))
+        elif is_same:
+            self.validate()
+            if writes and forget_beyond(self.index, self._arena):
                 self._arena.flush()
         else:
             recover(self.index, self.layout, self._arena, described.tails, described.cursors)
@@ -231,17 +238,34 @@ class Directory:
         self.priorities = arena.arrays["priorities"]
         self.state: Mapping[str, Any] = described.state
 
-    def _check(self, *, reads_rows: bool) -> None:
-        lane = checks.first_wrong(
-            *(self.index.tables, self.rows.entries, self.layout.observation_words),
-            *(self.rows.marked, reads_rows),
+    def _check_closed(self, is_same: bool) -> None:
+        """Raises a ValueError unless lanes are as they were closed, and what is drawn is in the file."""
+        index, places = self.index, self.index.where
+        lanes = np.flatnonzero(index.fill)
+        newest = index.cursors[lanes] - 1
+        inside = ((places >= index.stack - 1) | (places == 0)) & (
+            places < len(self.rows.entries) - 1
         )
-        if lane >= 0:
-            raise damaged(self.path / self._described.rows, f"rows of lane {lane} are not whole")
+        if (
+            is_same
+            and inside.all()
+            and 0 <= index.episode.min() <= index.episode.max() <= index.steps_per_lane
+        ):
+            spans = index.spans[lanes, index.episode[index.newest_slots()[lanes]]]
+            if (spans[:, FIRST] <= newest).all() and (newest <= spans[:, LAST]).all():
+                return
+        raise damaged(
+            self.path / self._described.rows, "its index is not that of a closed directory"
+        )
 
     def validate(self) -> None:
         """Raises a ValueError if a live row is damaged, or its place in the index."""
-        self._check(reads_rows=True)
+        lane = checks.first_wrong(
+            *(self.index.tables, self.rows.entries, self.layout.observation_words),
+            *(self.rows.marked, True),
+        )
+        if lane >= 0:
+            raise damaged(self.path / self._described.rows, f"rows of lane {lane} are not whole")
 
     def _remove_others(self) -> None:
         """Removes files of rows that were replaced, or never came to be used."""

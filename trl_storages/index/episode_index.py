@@ -112,6 +112,8 @@ class EpisodeIndex:
                 name: np.zeros(shape, dtype) for name, (dtype, shape) in self.table_shapes().items()
             }
         self._lanes, self._epoch = tables["lanes"], tables["epoch"]
+        #: `[1]` how often who writes has set priorities of rows.
+        self.num_updates: np.ndarray = self._epoch[1:]
         #: What `kernels.streams` calls an index.
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
@@ -136,7 +138,7 @@ class EpisodeIndex:
             "ends": (np.uint8, (E * T,)),
             "spans": (np.int64, (E, T + 1, 2)),
             "lanes": (np.int64, (E, 2)),
-            "epoch": (np.int64, (1,)),
+            "epoch": (np.int64, (2,)),
         }
 
     # State
@@ -200,12 +202,12 @@ class EpisodeIndex:
         """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
         if not keep_steps:
             self.end_episodes()
-            self._epoch += 1
+            self._epoch[0] += 1
         np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
 
     def clear(self) -> None:
         """Begins anew, without steps."""
-        self._epoch += 1
+        self._epoch[0] += 1
         self._lanes[:] = 0
 
     def set_lane(

@@ -46,6 +46,7 @@ class Priorities:
         # What was seen of those that another process sets: of a reader, a fork, or what was closed.
         self._storage = storage
         self._known: np.ndarray | None = None
+        self._num_updates = 0
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
@@ -63,12 +64,14 @@ class Priorities:
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
         if self._known is None and not self._storage.writes:
+            self._num_updates = int(self.index.num_updates[0])
             self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
             self._set(changes.gone, np.zeros(1))
             self._take_in(changes.new)
-        if self._known is not None:
+        if self._known is not None and self._num_updates != self.index.num_updates[0]:
+            self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
             self._known[changed] = self.raw[changed]
             self._grow(self._usable(self.raw[changed], 0).max(initial=0))
@@ -76,9 +79,13 @@ class Priorities:
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Sets the weights of live rows by their raw priorities."""
-        raw = self._usable(self.raw[slots], self.largest)
+        found = self.raw[slots]
+        raw = self._usable(found, self.largest)
         if self._known is None:
             self.raw[slots] = raw
+            self.index.num_updates[0] += 1
+        else:
+            self._known[slots] = found
         self._set(slots, self._weights(raw))
 
     def _grow(self, most: np.float32) -> None:
@@ -112,6 +119,7 @@ class Priorities:
         if count:
             priority = np.maximum(priority, _LEAST)
             self.raw[slots] = priority
+            self.index.num_updates[0] += 1
             self._grow(priority.max())
             self._set(slots, self._weights(priority))
 
