@@ -175,12 +175,17 @@ def steps_of(index: Any, slots: Any, out: Any) -> None:
 
 @loop
 def still_live(index: Any, slots: Any, steps: Any, kept: Any) -> int:
-    """Writes the places of those of `[B]` slots that hold these steps; returns how many there are."""
+    """Writes the places of those of `[B]` slots that hold these steps; returns how many there are.
+
+    A slot of -1 holds none. Where there is no such slot the result is -1.
+    """
     lanes, T = index[LANES], index[STEPS]
     E, count = len(lanes), 0
     for i in range(len(slots)):
+        if not -1 <= slots[i] < E * T:
+            return -1
         e = slots[i] // T if E > 1 else 0
-        if lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
+        if slots[i] >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
             kept[count] = i
             count += 1
     return count

@@ -53,14 +53,15 @@ def drawn_priorities(
             f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
         )
     steps = data.get(keys.PRIORITY_STAMP, None)
+    if anchors is None:
+        return slots, one_each(priority, num_rows, reduction), steps
     steps = None if steps is None else steps.reshape(shape)[:, 0]
     if is_of_sequences:
         values = priority.reshape(-1, 1)
     else:
         values = one_each(priority, num_rows, reduction).reshape(shape)
-        if anchors is not None:
-            learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
-            values = torch.where(learnt.reshape(shape), values, 0)
+        learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
+        values = torch.where(learnt.reshape(shape), values, 0)
     return slots.reshape(shape)[:, 0], values.amax(1), steps
 
 

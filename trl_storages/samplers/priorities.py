@@ -109,11 +109,17 @@ class Priorities:
     def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
         """Sets priorities `[B]` float32 of rows that were drawn as `steps` of their lanes.
 
-        Rows that others have replaced since are skipped; of equal slots the last one counts.
+        Slots of -1, and rows that others have replaced since, are skipped; of equal slots the last one
+        counts. It must have caught up.
+
+        Raises:
+            IndexError: there is no such slot. Nothing is changed then.
         """
-        self.catch_up()
         kept = np.empty(len(slots), np.int64)
         count = draws.still_live(self.index.tables, slots, steps, kept)
+        if count < 0:
+            most = self.index.capacity
+            raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
         if count < len(slots):
             slots, priority = slots[kept[:count]], priority[kept[:count]]
         if count:

@@ -15,6 +15,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, unit_interval, warn_caller
+from trl_storages.kernels import tree
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities
@@ -227,17 +228,11 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         slots = arguments.values("index", slots).reshape(-1).cpu()
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        at, values = slots.long().numpy(), checked_priorities(priority, len(slots)).numpy()
-        least = at.min() if len(at) else 0
-        if least < -1 or at.max(initial=0) >= storage.max_size:
-            raise IndexError(f"slots must be below {storage.max_size}, got {[least, at.max()]}.")
+        at, values = slots.long(), checked_priorities(priority, len(slots))
         known = self.priorities_of(storage)
-        stamps = storage.episodes.steps_of(slots) if steps is None else steps.reshape(-1).cpu()
-        held = stamps.numpy()
-        if least < 0:
-            there = at >= 0
-            at, held, values = at[there], held[there], values[there]
-        known.update(at, held, values)
+        if steps is None:
+            steps = storage.episodes.steps_of(at.clamp(0, storage.max_size - 1))
+        known.update(at.numpy(), steps.reshape(-1).cpu().numpy(), values.numpy())
 
     # What TorchRL's buffers call
 
@@ -281,10 +276,8 @@ def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    numbers = values.numpy()
-    # The least and the largest are NaN if any is.
-    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < math.inf:
+    if not tree.are_priorities(values.numpy()):
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )
-    return values.expand(num_rows)
+    return values if len(values) == num_rows else values.repeat(num_rows)
