@@ -49,6 +49,8 @@ class HostRows:
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
+        #: Returns the numbers of the entries that rows are in, `[*B]` int64 of slots.
+        self.entries_of = index.entries_of
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         self._found: dict[NestedKey, _Elements] = {}
@@ -185,10 +187,6 @@ class HostRows:
         found = self._found[key] = _Elements(field, words, start, count)
         return found
 
-    def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the numbers of the entries that rows are in, `[*B]` int64."""
-        return self._index.entries_of(slots)
-
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field, words, start, size = self._found.get(key) or self._elements(key)
@@ -200,12 +198,12 @@ class HostRows:
         if field.stack is None:
             found = np.empty((len(flat), size), words.dtype)
             streams.take(words, flat, start, found)
-            return _as(field.dtype, found).view(*at.shape, *field.shape)
+            return torch.from_numpy(found).view(field.dtype).view(*at.shape, *field.shape)
         k = self._layout.frames
         found = np.empty((len(flat), k, size), words.dtype)
         streams.take_frames(words, flat, start, k, found)
-        frames = _as(field.dtype, found).view(*at.shape, k, *field.frame_shape)
-        return field.stack.stacks(frames, field.shape)
+        frames = torch.from_numpy(found).view(field.dtype)
+        return field.stack.stacks(frames.view(*at.shape, k, *field.frame_shape), field.shape)
 
     def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
@@ -277,9 +275,3 @@ class HostRows:
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
         streams.rewrite(elements, at.numpy(), start, words)
-
-
-def _as(dtype: torch.dtype, words: np.ndarray) -> torch.Tensor:
-    """Returns copied words as values, `[*]`."""
-    # Flat, as an array without rows has strides that torch can't view.
-    return torch.from_numpy(words.reshape(-1)).view(dtype)
