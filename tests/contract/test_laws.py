@@ -327,6 +327,19 @@ class TestPriorities:
         return {step: priority(step) for step in lanes.live()}
 
     @pytest.mark.requirement("per-new")
+    def test_an_emptied_storage_begins_anew(self):
+        storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
+        index = lanes.write(storage, [ends([4])])[0]
+        storage.update_priority(index, torch.full((4,), 100.0))
+        storage.empty()
+        lanes = Lanes(8)
+        index = lanes.write(storage, [ends([4])])[0]
+        storage.update_priority(index[:1], torch.tensor([4.0]))
+        # No priority was set before this one: it is the largest.
+        first, *others = lanes.live()
+        assert_priorities(storage, lanes, {first: 4.0, **dict.fromkeys(others, 1.0)}, 0.5)
+
+    @pytest.mark.requirement("per-new")
     def test_new_rows_get_the_largest_so_far(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
