@@ -20,7 +20,6 @@ from trl_storages.kernels.words import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
 
 _NO_STEPS = np.empty(0)
-_NO_SLOTS = np.empty(0, np.int64)
 #: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
 _LEAST_SLACK = 64
 
@@ -249,18 +248,9 @@ class EpisodeIndex:
         now = Seen(int(self._epoch[0]), self._lanes.tobytes())
         if seen == now:
             return None, now
-        lanes = now.lanes
-        cursors = lanes[:, CURSOR]
-        tails = np.minimum(lanes[:, TAIL], cursors)  # another process may be writing
-        if seen is None:
-            return Changes(_NO_SLOTS, self._slots(tails, cursors)), now
-        before = seen.lanes[:, CURSOR]
-        oldest = np.minimum(seen.lanes[:, TAIL], before)
-        if seen.epoch != now.epoch:
-            return Changes(self._slots(oldest, before), self._slots(tails, cursors)), now
-        # Not more than a lane: who was away for long must not go through what he missed.
-        gone = self._slots(oldest, np.minimum(before, tails))
-        return Changes(gone, self._slots(np.maximum(before, tails), cursors)), now
+        before = seen or Seen(now.epoch, bytes(len(now.words)))
+        began_anew = before.epoch != now.epoch
+        return Changes(*draws.changes(self.tables, before.lanes, now.lanes, began_anew)), now
 
     def _live(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tails and the cursors `[E]` of one moment; another process may be writing."""

@@ -24,6 +24,7 @@ __all__ = [
     "OLDEST",
     "below",
     "bounds",
+    "changes",
     "draw",
     "first_not_live",
     "goals",
@@ -32,7 +33,6 @@ __all__ = [
     "shift",
     "slots_between",
     "steps_of",
-    "still_live",
     "window_of",
     "windows",
 ]
@@ -174,24 +174,6 @@ def steps_of(index: Any, slots: Any, out: Any) -> None:
 
 
 @loop
-def still_live(index: Any, slots: Any, steps: Any, kept: Any) -> int:
-    """Writes the places of those of `[B]` slots that hold these steps; returns how many there are.
-
-    A slot of -1 holds none. Where there is no such slot the result is -1.
-    """
-    lanes, T = index[LANES], index[STEPS]
-    E, count = len(lanes), 0
-    for i in range(len(slots)):
-        if not -1 <= slots[i] < E * T:
-            return -1
-        e = slots[i] // T if E > 1 else 0
-        if slots[i] >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
-            kept[count] = i
-            count += 1
-    return count
-
-
-@loop
 def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) -> None:
     """Draws the rows whose achieved goals become the new goals.
 
@@ -289,6 +271,32 @@ def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
             out[i] = e * T + place
             place = place + 1 if place + 1 < T else 0
             i += 1
+
+
+@loop
+def changes(index: Any, before: Any, now: Any, began_anew: bool) -> Any:
+    """Returns the slots of steps that gave way, and of those that were written, between two moments.
+
+    Not more than the lanes hold: who was away for long need not go through what he missed.
+
+    Args:
+        index: the tables.
+        before: `[E, 2]` cursors and tails.
+        now: likewise.
+        began_anew: whether all steps of before gave way.
+    """
+    firsts, ends = np.empty((2, len(now)), np.int64), np.empty((2, len(now)), np.int64)
+    for e in range(len(now)):
+        cursor, seen = now[e, CURSOR], before[e, CURSOR]
+        # Another process may be writing: its tail may be beyond the cursor that was read.
+        tail, oldest = min(now[e, TAIL], cursor), min(before[e, TAIL], seen)
+        firsts[0, e], ends[0, e] = oldest, seen if began_anew else min(seen, tail)
+        firsts[1, e], ends[1, e] = tail if began_anew else max(seen, tail), cursor
+    gone = np.empty((ends[0] - firsts[0]).sum(), np.int64)
+    new = np.empty((ends[1] - firsts[1]).sum(), np.int64)
+    slots_between(index, firsts[0], ends[0], gone)
+    slots_between(index, firsts[1], ends[1], new)
+    return gone, new
 
 
 @loop

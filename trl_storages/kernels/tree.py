@@ -17,7 +17,6 @@ from trl_storages.kernels.compile import inlined, loop, prefetch
 from trl_storages.kernels.words import CURSOR, TAIL
 
 __all__ = [
-    "are_priorities",
     "draw_leaves",
     "least_within",
     "level_starts",
@@ -126,15 +125,6 @@ def renew(nodes: Any, starts: Any, is_least: bool) -> None:
     """Joins all nodes above the leaves anew."""
     for level in range(len(starts) - 2, 0, -1):
         _join_level(nodes, starts, level, is_least)
-
-
-@loop
-def are_priorities(values: Any) -> bool:
-    """Returns whether all values `[B]` are finite and at least 0."""
-    fit = True
-    for i in range(len(values)):
-        fit &= 0 <= values[i] < np.inf
-    return fit
 
 
 @loop

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import draws, tree
+from trl_storages.kernels import priorities, tree
 from trl_storages.packed import PackedStorage
 
 __all__ = ["Priorities"]
 
 _NO_RANGES = np.empty((2, 0), np.int64)
-# 0 says that none was set.
-_LEAST = np.finfo(np.float32).tiny
+_NOTHING = np.zeros(1)
 
 
 class Priorities:
@@ -29,8 +28,7 @@ class Priorities:
     Args:
         storage: holds the rows.
         alpha, eps: of the weights.
-        largest: the largest raw priority so far, and whether one was ever set; None takes it from the
-            rows.
+        largest: the largest raw priority so far, 0 if none was set; None takes it from the rows.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Priorities:
         storage: PackedStorage,
         alpha: float,
         eps: float,
-        largest: tuple[float, bool] | None = None,
+        largest: float | None = None,
     ) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
@@ -53,13 +51,16 @@ class Priorities:
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
         if largest is None:
-            most = self._usable(self.raw[index.live_slots().numpy()], 0).max(initial=0)
-            largest = (float(most), True) if most > 0 else (1.0, False)
-        #: The largest raw priority so far, 1 before one is set.
-        self.largest = np.float32(largest[0])
-        self.is_set = largest[1]
+            largest = priorities.largest_of(self.raw, index.live_slots().numpy())
+        #: The largest raw priority so far, 0 before one is set.
+        self.largest = largest
         #: How often rows were drawn by them.
         self.num_draws = 0
+
+    @property
+    def of_new(self) -> float:
+        """The raw priority of new rows: the largest so far, 1 before one is set."""
+        return self.largest or 1.0
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
@@ -68,36 +69,27 @@ class Priorities:
             self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
-            self._set(changes.gone, np.zeros(1))
+            self._set(changes.gone, _NOTHING)
             self._take_in(changes.new)
         if self._known is not None and self._num_updates != self.index.num_updates[0]:
             self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
-            self._known[changed] = self.raw[changed]
-            self._grow(self._usable(self.raw[changed], 0).max(initial=0))
+            self.largest = max(self.largest, priorities.largest_of(self.raw, changed))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
+            self._known[changed] = self.raw[changed]
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Sets the weights of live rows by their raw priorities."""
-        found = self.raw[slots]
-        raw = self._usable(found, self.largest)
         if self._known is None:
-            self.raw[slots] = raw
             self.index.num_updates[0] += 1
         else:
-            self._known[slots] = found
-        self._set(slots, self._weights(raw))
+            self._known[slots] = self.raw[slots]
+        self._set(slots, self._weights(slots))
 
-    def _grow(self, most: np.float32) -> None:
-        if most > 0:
-            self.largest = max(self.largest if self.is_set else _LEAST, most)
-            self.is_set = True
-
-    def _usable(self, raw: np.ndarray, otherwise: float | np.float32) -> np.ndarray:
-        return np.where((raw > 0) & (raw < np.inf), raw, np.float32(otherwise))
-
-    def _weights(self, raw: np.ndarray) -> np.ndarray:
-        weights: np.ndarray = (raw.astype(np.float64) + self.eps) ** self.alpha
+    def _weights(self, slots: np.ndarray) -> np.ndarray:
+        """Returns the weights of live rows; who writes rows keeps the raw priority of new ones."""
+        weights, sets = np.empty(len(slots)), self._known is None
+        priorities.weigh(self.raw, slots, self.of_new, self.alpha, self.eps, sets, weights)
         return weights
 
     def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
@@ -115,19 +107,15 @@ class Priorities:
         Raises:
             IndexError: there is no such slot. Nothing is changed then.
         """
-        kept = np.empty(len(slots), np.int64)
-        count = draws.still_live(self.index.tables, slots, steps, kept)
+        kept, weights = np.empty(len(slots), np.int64), np.empty(len(slots))
+        given = self.index.tables, self.raw, slots, steps, priority, self.alpha, self.eps
+        count, largest = priorities.report(*given, kept, weights)
         if count < 0:
             most = self.index.capacity
             raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
-        if count < len(slots):
-            slots, priority = slots[kept[:count]], priority[kept[:count]]
-        if count:
-            priority = np.maximum(priority, _LEAST)
-            self.raw[slots] = priority
-            self.index.num_updates[0] += 1
-            self._grow(priority.max())
-            self._set(slots, self._weights(priority))
+        self.index.num_updates[0] += 1
+        self.largest = max(self.largest, largest)
+        self._set(kept[:count], weights[:count])
 
     def rescale(self, alpha: float, eps: float) -> None:
         """Computes all weights anew."""
@@ -136,7 +124,7 @@ class Priorities:
         live = self.index.live_slots().numpy()
         leaves = self.sums[self.starts[-2] :]
         leaves[:] = 0
-        leaves[live] = self._weights(self._usable(self.raw[live], self.largest))
+        leaves[live] = self._weights(live)
         tree.renew(self.sums, self.starts, False)
         self._least = None
 
@@ -144,7 +132,8 @@ class Priorities:
         """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
         self.catch_up()
         found, live = np.full_like(self.raw, np.inf), self.index.live_slots().numpy()
-        found[live] = self._usable(self.raw[live], self.largest)
+        raw = self.raw[live]
+        found[live] = np.where((raw > 0) & (raw < np.inf), raw, self.of_new)
         return found
 
     def draw(

@@ -15,7 +15,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, unit_interval, warn_caller
-from trl_storages.kernels import tree
+from trl_storages.kernels.priorities import are_priorities
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities
@@ -114,8 +114,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
-        # The largest priority of the priorities to be made, and whether one was set; None is not known.
-        self._largest: tuple[float, bool] | None = None
+        # The largest priority of the priorities to be made; None is not known.
+        self._largest: float | None = None
 
     def priorities_of(self, storage: PackedStorage) -> Priorities:
         """Returns the priorities of a storage's rows, which know all of them.
@@ -148,7 +148,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         priorities = self.priorities_of(storage)
         # Who only reads a directory has no say.
         priorities.num_draws += storage.writes
-        if priorities.num_draws == _FORGOTTEN and not priorities.is_set:
+        if priorities.num_draws == _FORGOTTEN and not priorities.largest:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
@@ -184,28 +184,25 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self._priorities = self._largest = None
 
     def state(self) -> State:
-        """Returns the largest priority so far, and whether one was set; priorities are with the rows."""
-        if (known := self._priorities) is not None:
-            return {"largest": float(known.largest), "is_set": known.is_set}
-        largest, is_set = self._largest or (0.0, False)
-        return {"largest": largest, "is_set": is_set}
+        """Returns the largest priority so far, 0 if none was set; priorities are with the rows."""
+        known = self._priorities
+        return {"largest": self._largest if known is None else known.largest}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
-        largest, is_set = entries_of("PERSampler", state, ("largest", "is_set"))
-        largest = arguments.number("largest", largest, at_least=0, at_most=_MOST)
-        is_set = arguments.flag("is_set", is_set)
+        (largest,) = entries_of("PERSampler", state, ("largest",))
+        number = arguments.number
+        largest = arguments.optional(number, "largest", largest, at_least=0, at_most=_MOST)
 
         def adopt() -> None:
-            self._priorities, self._largest = None, (largest, is_set) if largest else None
+            self._priorities, self._largest = None, largest
 
         return adopt
 
     def __getstate__(self) -> State:
         # A copy takes the rows that it draws from.
-        known = self._priorities
-        largest = self._largest if known is None else (float(known.largest), known.is_set)
-        return {**self.__dict__, "_rng": None, "_priorities": None, "_largest": largest}
+        known = {"_largest": self.state()["largest"]}
+        return {**self.__dict__, "_rng": None, "_priorities": None, **known}
 
     def set_priorities(
         self, storage: PackedStorage, slots: Any, priority: Any, steps: Any = None
@@ -244,7 +241,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
     @property
     def default_priority(self) -> float:
         """The raw priority of new rows."""
-        return 1.0 if self._priorities is None else float(self._priorities.largest)
+        return 1.0 if self._priorities is None else self._priorities.of_new
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
         """Sets the priorities of rows that `storage` holds; see `set_priorities`."""
@@ -276,7 +273,7 @@ def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not tree.are_priorities(values.numpy()):
+    if not are_priorities(values.numpy()):
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )
