@@ -26,9 +26,10 @@ def test_parts_of_a_whole_by_hand():
 
 
 def test_goals_of_a_batch_by_hand():
-    assert kinds_of_batch(10, 4, [1, 4], [0.75, 0.25]) == [0, 1, 1, 4, 1, 0, 1, 1, 4, 1]
-    assert kinds_of_batch(3, math.inf, [3], [1.0]) == [3, 3, 3]
-    assert kinds_of_batch(3, 0, [3], [1.0]) == [0, 0, 0]
+    mixture = (("future", 0.75), ("random", 0.25))
+    assert kinds_of_batch(10, 4, mixture).tolist() == [0, 1, 1, 4, 1, 0, 1, 1, 4, 1]
+    assert kinds_of_batch(3, math.inf, (("episode", 1.0),)).tolist() == [3, 3, 3]
+    assert not kinds_of_batch(3, 0, (("episode", 1.0),)).any()
 
 
 @given(

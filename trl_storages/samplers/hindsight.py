@@ -6,7 +6,7 @@ Letters: B batch, k goals per transition.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -163,18 +163,16 @@ class HERSampler(WrappingSampler):
         own, strategy = noise[0], self.strategy
         mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)
         if len(own) > 1:
-            kinds, mask = _kinds_of_batch(len(own), self.num_goals, mixture)
-            mask = mask.clone()
+            kinds = kinds_of_batch(len(own), self.num_goals, mixture)
         else:  # the floor would always be 0
-            kind = _kind_by_chance(int(own), self.num_goals, *_numbered(mixture))
+            kind = _kind_by_chance(int(own), self.num_goals, mixture)
             kinds = torch.full_like(own, kind, dtype=torch.uint8)
-            mask = kinds > 0
         steps = None
         if "geometric" in dict(mixture):
             steps = geometric_steps(own, self.discount)
         index_key, mask_key = self._entries
         info[index_key] = storage.episodes.goals(slots, own, kinds, steps)
-        info[mask_key] = mask
+        info[mask_key] = kinds > 0
         return slots, info
 
     def __repr__(self) -> str:
@@ -196,58 +194,43 @@ def _numbered(mixture: _Mixture) -> tuple[list[int], list[float]]:
 
 
 @lru_cache(maxsize=16)
-def _kinds_of_batch(
-    batch_size: int, num_goals: float, mixture: _Mixture
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how the goal of each transition is drawn, `[B]` uint8, and which have one, `[B]`."""
-    kinds = torch.tensor(
-        kinds_of_batch(batch_size, num_goals, *_numbered(mixture)), dtype=torch.uint8
-    )
-    return kinds, kinds > 0
+def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> torch.Tensor:
+    """Returns how the goal of each transition of a batch is drawn.
 
-
-def kinds_of_batch(
-    size: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
-) -> list[int]:
-    """Lists how the goal of each transition of a batch is drawn.
-
-    floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The kinds alternate among
-    them, each as often as `num_of_each` returns.
+    floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The strategies alternate
+    among them, each as often as `num_of_each` returns.
 
     Args:
         size: B.
         num_goals: k, 0 or more; infinite relabels all.
-        kinds: numbers above 0.
-        shares: of the relabelled transitions, with sum 1.
+        mixture: strategies and their shares of the relabelled transitions.
 
     Returns:
-        B of `kinds`, or 0 for a transition that keeps its goal.
+        `[B]` uint8 of `GOAL_KINDS`, or 0 for a transition that keeps its goal. It must not be changed.
 
-    >>> kinds_of_batch(8, 3, [5, 9], [0.5, 0.5])
-    [0, 5, 9, 5, 0, 9, 5, 9]
+    >>> kinds_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
+    [0, 1, 3, 1, 0, 3, 1, 3]
     """
+    kinds, shares = _numbered(mixture)
     # For k >= B, only the first transition of the batch keeps its goal.
     period = int(min(num_goals, size)) + 1
     relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
-    counts = num_of_each(len(relabelled), shares)
-    found = [0] * size
-    for at, place in zip(relabelled, even_turns(counts), strict=True):
+    found = torch.zeros(size, dtype=torch.uint8)
+    for at, place in zip(relabelled, even_turns(num_of_each(len(relabelled), shares)), strict=True):
         found[at] = kinds[place]
     return found
 
 
-def _kind_by_chance(
-    noise: int, num_goals: float, kinds: Sequence[int], shares: Sequence[float]
-) -> int:
-    """Chooses at random how the goal of a single transition is drawn, as `kinds_of_batch` lists many.
+def _kind_by_chance(noise: int, num_goals: float, mixture: _Mixture) -> int:
+    """Chooses at random how the goal of a single transition is drawn, as `kinds_of_batch` of many.
 
     Args:
         noise: a random number of 63 bits; the lowest are used, nearly independent of what else is drawn
             from it.
         num_goals: k: the transition is relabelled with probability k / (k + 1).
-        kinds: numbers above 0.
-        shares: probabilities of the kinds, with sum 1.
+        mixture: strategies and their probabilities.
     """
+    kinds, shares = _numbered(mixture)
     if num_goals < math.inf:
         noise, rest = divmod(noise, int(num_goals) + 1)
         if not rest:

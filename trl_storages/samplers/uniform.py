@@ -6,7 +6,7 @@ Letters: B batch, E lanes, N rows of an epoch.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,23 +30,19 @@ class Epoch:
         seed: of the order.
         tails: `[E]` the oldest live step of each lane then.
         cursors: `[E]` the first step that was not written yet.
-        of_index: the epoch of the index, which counts how often it began anew; None after a load.
     """
 
     seed: int
     tails: tuple[int, ...]
     cursors: tuple[int, ...]
-    of_index: int | None
 
     @classmethod
     def begun(cls, index: EpisodeIndex, seed: int) -> Epoch:
         """Returns the epoch of all rows that are live now."""
-        return cls(seed, (*index.tails.tolist(),), (*index.cursors.tolist(),), index.epoch)
+        return cls(seed, (*index.tails.tolist(),), (*index.cursors.tolist(),))
 
     def goes_on(self, index: EpisodeIndex) -> bool:
-        """Whether its rows are those of an index, as far as they are still there."""
-        if self.of_index is not None:
-            return self.of_index == index.epoch
+        """Whether its rows may be those of an index, which has begun anew if it has fewer steps."""
         tails, cursors = np.array(self.tails), np.array(self.cursors)
         return len(tails) == index.num_envs and bool(
             ((cursors - tails <= index.steps_per_lane) & (cursors <= index.cursors)).all()
@@ -72,7 +68,7 @@ class Epoch:
 
 
 _MOST = 2**53
-_NONE = Epoch(0, (), (), -1)
+_NONE = Epoch(0, (), ())
 
 
 class UniformSampler(OwnSampler):
@@ -130,8 +126,6 @@ class UniformSampler(OwnSampler):
         num_found, has_run_out, epoch, at = 0, False, self._epoch, self._num_drawn
         if not epoch.goes_on(index):
             epoch, at = _NONE, 0
-        elif epoch.of_index is None:
-            epoch = replace(epoch, of_index=index.epoch)
         while num_found < len(noise):
             if at == len(epoch.order):
                 has_run_out |= num_found > 0
@@ -167,7 +161,7 @@ class UniformSampler(OwnSampler):
             tuple(arguments.integer("a step", step, at_most=_MOST) for step in steps)
             for steps in bounds
         )
-        epoch = Epoch(arguments.integer("seed", seed), tails, cursors, None)
+        epoch = Epoch(arguments.integer("seed", seed), tails, cursors)
         size = sum(cursors) - sum(tails)
         is_ordered = len(tails) == len(cursors) and all(map(operator.le, tails, cursors))
         if not is_ordered or arguments.integer("drawn", drawn) > size:
