@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,12 +143,13 @@ class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
         super().__init__(sampler, "eta", max_value=1.0)
         self.initial_val = float(self.initial_val)
         self._min_val = self.initial_val
-        self._trend = ReturnTrend()
+        # As plain numbers, which `state_dict` returns.
+        self._trend = ReturnTrend()._asdict()
 
     @property
     def improvement(self) -> float:
         """The newest slope relative to the steepest ones, s in [-1, 1]."""
-        return self._trend.improvement
+        return float(self._trend["improvement"])
 
     def step(self, episode_returns: float | Sequence[float] | Tensor = ()) -> None:
         """Adds the returns of the episodes that ended since the last step, and sets `eta`.
@@ -170,48 +171,11 @@ class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
                 f"episode_returns must be finite, got {wrong[0]}; leave out episodes without a "
                 "return."
             )
+        trend = ReturnTrend(**self._trend)
         for value in returns:
-            self._trend = advance_trend(
-                self._trend, value, num_returns=self.num_returns, decay=self.decay
-            )
+            trend = advance_trend(trend, value, num_returns=self.num_returns, decay=self.decay)
+        self._trend = trend._asdict()
         super().step()
 
     def _step(self) -> float:
-        return 1.0 + (self.initial_val - 1.0) * (self._trend.improvement + 1.0) / 2.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns eta_0, the settings and the trend, as numbers and lists."""
-        trend = self._trend._asdict()
-        return {
-            "initial_val": self.initial_val,
-            "num_returns": self.num_returns,
-            "decay": self.decay,
-            "step_count": self._step_cnt,
-            **trend,
-            "returns": list(self._trend.returns),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from a state; `eta` itself is set by the next step.
-
-        Raises:
-            KeyError, TypeError, ValueError: the state is damaged. Nothing is changed then.
-        """
-        what = f"a state of {type(self).__name__}"
-        state = arguments.mapping("state_dict", state_dict, what)
-        if missing := sorted({*self.state_dict()} - {*state}):
-            raise KeyError(f"state_dict must be {what}, got one without {missing}.")
-        number = arguments.number
-        initial = number("initial_val", state["initial_val"], above=0, at_most=1)
-        num_returns = arguments.integer("num_returns", state["num_returns"], at_least=2)
-        decay = number("decay", state["decay"], above=0, at_most=1)
-        count = arguments.integer("step_count", state["step_count"])
-        rise = state["steepest_rise"]
-        trend = ReturnTrend(
-            tuple(number("returns", value) for value in state["returns"])[-num_returns:],
-            rise if rise == -math.inf else number("steepest_rise", rise),
-            number("steepest_fall", state["steepest_fall"], at_least=0),
-            number("improvement", state["improvement"], at_least=-1, at_most=1),
-        )
-        self.num_returns, self.decay, self._trend, self._step_cnt = num_returns, decay, trend, count
-        self.initial_val = self._min_val = initial
+        return 1.0 + (self.initial_val - 1.0) * (self.improvement + 1.0) / 2.0

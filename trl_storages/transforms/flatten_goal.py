@@ -5,12 +5,15 @@ Letters: B any batch size, F = the sum of the three sizes.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium
 import torch
+from gymnasium.spaces import Box, Dict
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
+from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
 from trl_storages import arguments, keys
@@ -37,7 +40,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     Raises:
         KeyError: a part is missing.
-        TypeError: the parts differ in kind, such as floats and integers.
+        TypeError: the parts differ in dtype, such as floats and integers.
         ValueError: a part has more than one dimension, or the goals differ in shape.
 
     >>> flatten = FlattenGoal()
@@ -159,33 +162,34 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
     # Spaces
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
-        """Adds the spec of the vector."""
+        """Adds the spec of the vector, which is unbounded."""
         self._learn_space(observation_spec)
-        specs = [observation_spec[key] for key in self.in_keys]
-        batch_dims = len(observation_spec.shape)
+        size = sum(shape.numel() for shape in self._shapes or ())
+        first = observation_spec[self.in_keys[0]]
+        vector = Unbounded((*observation_spec.shape, size), dtype=first.dtype, device=first.device)
         if self._del_keys:
             for key in self.keys_to_exclude:
                 del observation_spec[key]
-        observation_spec[self.out_keys[0]] = _joined(specs, batch_dims)
+        observation_spec[self.out_keys[0]] = vector
         return observation_spec
 
     def _learn_space(self, space: Any) -> None:
-        if not isinstance(space, (gymnasium.spaces.Dict, Composite)):
-            raise TypeError(
-                "observation_space must be a gymnasium Dict or a TorchRL Composite with "
-                f"{self.in_keys}, got {space!r}."
-            )
+        what = f"a gymnasium Dict or a TorchRL Composite with {self.in_keys}"
+        arguments.instance("observation_space", space, (Dict, Composite), what=what)
+        try:
+            parts = [reduce(getitem, keys.key_path(key), space) for key in self.in_keys]
+        except KeyError as error:
+            raise KeyError(f"observation_space must be {what}, got {[*space.keys()]}.") from error
         batch_dims = len(space.shape) if isinstance(space, Composite) else 0
-        parts = [_entry(space, key) for key in self.in_keys]
-        self._learn(
-            [torch.Size(shape[batch_dims:]) for shape, _ in parts], [kind for _, kind in parts]
-        )
+        # As stored: a Box without dimensions becomes a vector of size 1.
+        shapes = [(1,) if isinstance(it, Box) and not it.shape else it.shape for it in parts]
+        self._learn([torch.Size(it[batch_dims:]) for it in shapes], [it.dtype for it in parts])
 
-    def _learn(self, shapes: list[torch.Size], kinds: list[Any]) -> None:
-        if len(set(kinds)) > 1:
+    def _learn(self, shapes: list[torch.Size], dtypes: list[Any]) -> None:
+        if len(set(dtypes)) > 1:
             raise TypeError(
-                "observation and goals must be of one kind to share a vector, got "
-                f"{dict(zip(self.in_keys, map(str, kinds), strict=True))}; convert them first."
+                "observation and goals must be of one dtype to share a vector, got "
+                f"{dict(zip(self.in_keys, map(str, dtypes), strict=True))}; convert them first."
             )
         named = dict(zip(self.in_keys, map(list, shapes), strict=True))
         if any(len(shape) > 1 for shape in shapes):
@@ -199,38 +203,3 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(in_keys={self.in_keys}, out_key={self.out_keys[0]!r})"
-
-
-def _entry(space: Any, key: NestedKey) -> tuple[Any, Any]:
-    """Returns the shape and kind of one part of a space."""
-    part = space
-    for name in (key,) if isinstance(key, str) else key:
-        if name not in part.keys():  # noqa: SIM118  (specs are no mappings)
-            raise KeyError(
-                f"the observation space must have {key!r}, there are {sorted(part.keys())}."
-            )
-        part = part[name]
-    if isinstance(part, gymnasium.spaces.Box):
-        # As stored: a scalar box becomes a vector of size 1.
-        return part.shape or (1,), ("Box", str(part.dtype))
-    if isinstance(part, gymnasium.Space):
-        return part.shape, (type(part).__name__, str(part.dtype))
-    family = "Box" if isinstance(part, (Bounded, Unbounded)) else type(part).__name__
-    return part.shape, (family, str(part.dtype))
-
-
-def _joined(specs: list[TensorSpec], batch_dims: int) -> TensorSpec:
-    """Returns the spec of the vector: bounded or binary if all parts are, else unbounded."""
-    columns = [spec if len(spec.shape) > batch_dims else spec.unsqueeze(-1) for spec in specs]
-    size = sum(spec.shape[-1] for spec in columns)
-    shape = torch.Size((*columns[0].shape[:-1], size))
-    like = {"shape": shape, "dtype": specs[0].dtype, "device": specs[0].device}
-    if all(isinstance(spec, Bounded) for spec in columns):
-        low, high = (
-            torch.cat([getattr(spec.space, end).expand(spec.shape) for spec in columns], -1)
-            for end in ("low", "high")
-        )
-        return Bounded(low, high, **like)
-    if all(isinstance(spec, Binary) for spec in columns):
-        return Binary(size, **like)
-    return Unbounded(**like)
