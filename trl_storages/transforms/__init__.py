@@ -4,7 +4,7 @@ from trl_storages.transforms.base import ReplayTransform, parts_of
 from trl_storages.transforms.env_reward import gym_reward
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit, own_rewards
+from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit
 
 __all__ = [
     "FlattenGoal",
@@ -14,6 +14,5 @@ __all__ = [
     "RelabelAudit",
     "ReplayTransform",
     "gym_reward",
-    "own_rewards",
     "parts_of",
 ]

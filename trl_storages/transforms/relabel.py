@@ -17,7 +17,7 @@ from trl_storages.functional import relabelled_dtype
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit", "own_rewards"]
+__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 # A `RowView`, or a TensorDict of rows.
@@ -155,8 +155,7 @@ class GoalRelabel(ReplayTransform):
         if stored.dtype is not reward.dtype:
             dtype = relabelled_dtype(stored.dtype, reward.dtype)
             stored, reward = stored.to(dtype), reward.to(dtype)
-        chosen = drawn.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
-        steps.changes[self._reward_key] = torch.where(chosen, reward, stored)
+        steps.changes[self._reward_key] = torch.where(_spread(drawn, steps, stored), reward, stored)
         if self.terminated_fn is None:
             return
         stored, done = steps[self._terminated_key], steps[self._done_key]
@@ -168,7 +167,7 @@ class GoalRelabel(ReplayTransform):
                 "`distance < 0.05`."
             )
         over = reached | steps[self._truncated_key].view(reached.shape)
-        chosen = drawn.view(-1, *(1,) * (stored.ndim - steps.slots.ndim))
+        chosen = _spread(drawn, steps, stored)
         steps.changes[self._terminated_key] = torch.where(chosen, reached, stored)
         steps.changes[self._done_key] = torch.where(chosen, over.view(done.shape), done)
 
@@ -195,9 +194,7 @@ class GoalRelabel(ReplayTransform):
             # The function gets one flat batch, also for windows.
             goals = goals.expand(*batch, *goals.shape[1:]).flatten(0, last)
             achieved = achieved.flatten(0, last)
-        infos = {}
-        for key in self._info_keys:
-            infos[key] = rows[key].flatten(0, last)
+        infos = {key: rows[key].flatten(0, last) for key in self._info_keys}
         result = getattr(self, name)(achieved, goals, infos)
         if not isinstance(result, torch.Tensor) or result.device != achieved.device:
             try:
@@ -293,19 +290,9 @@ class RelabelAudit:
         return "\n".join(lines)
 
 
-def own_rewards(relabel: GoalRelabel, rows: Mapping[NestedKey, torch.Tensor]) -> torch.Tensor:
-    """Evaluates the `reward_fn` of a transform on rows with their own goals.
-
-    Args:
-        relabel: a transform with a `reward_fn`.
-        rows: entries `[B, ...]`: achieved and desired goal, and the reward under `next`, and the
-            `info_keys`.
-
-    Returns:
-        rewards of the shape of those that are there.
-    """
-    goals, stored = rows[keys.next_key(relabel._desired)], rows[relabel._reward_key]
-    return relabel._ask("reward_fn", rows, goals, stored)
+def _spread(mask: torch.Tensor, rows: RowView, values: torch.Tensor) -> torch.Tensor:
+    """Returns a mask `[B]` with the further dimensions of values `[*n, B, ...]`."""
+    return mask.view(-1, *(1,) * (values.ndim - rows.slots.ndim))
 
 
 def _shown(part: Any) -> str:
