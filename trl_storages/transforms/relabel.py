@@ -5,7 +5,7 @@ Letters: B batch, n rows of a window, G goal shape, D rows that differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
