@@ -20,8 +20,6 @@ from trl_storages.transforms.base import ReplayTransform
 __all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
-# A `RowView`, or a TensorDict of rows.
-_Rows = Any
 
 
 class GoalRelabel(ReplayTransform):
@@ -172,7 +170,7 @@ class GoalRelabel(ReplayTransform):
         steps.changes[self._done_key] = torch.where(chosen, over.view(done.shape), done)
 
     def _ask(
-        self, name: str, rows: _Rows, goals: torch.Tensor, stored: torch.Tensor
+        self, name: str, rows: RowView, goals: torch.Tensor, stored: torch.Tensor
     ) -> torch.Tensor:
         """Evaluates the goal function of this name on rows `[*n, B]`, and checks what it returns.
 
@@ -182,19 +180,16 @@ class GoalRelabel(ReplayTransform):
             goals: `[B, *G]`.
             stored: `[*n, B]` or `[*n, B, 1]`, whose shape the result gets.
         """
-        achieved = rows[self._achieved]
-        batch = achieved.shape[: achieved.ndim - goals.ndim + 1]
-        last, size = len(batch) - 1, batch.numel()
-        if stored.numel() != size:
+        achieved, batch = rows[self._achieved], rows.slots.shape
+        if stored.numel() != (size := batch.numel()):
             raise ValueError(
                 f"rewards and flags must be stored with one value a row, {[*batch, 1]}, as what is "
                 f"computed for a goal is, got {[*stored.shape]}: store what the team gets as one."
             )
-        if last:
-            # The function gets one flat batch, also for windows.
-            goals = goals.expand(*batch, *goals.shape[1:]).flatten(0, last)
-            achieved = achieved.flatten(0, last)
-        infos = {key: rows[key].flatten(0, last) for key in self._info_keys}
+        infos = {key: rows[key] for key in self._info_keys}
+        if len(batch) > 1:  # of windows the function gets one flat batch
+            goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
+            infos = {key: value.flatten(0, 1) for key, value in infos.items()}
         result = getattr(self, name)(achieved, goals, infos)
         if not isinstance(result, torch.Tensor) or result.device != achieved.device:
             try:
