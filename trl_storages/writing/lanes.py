@@ -5,12 +5,15 @@ Letters: E lanes (environments), L of them that are written, T steps of each, N 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Places", "all_lanes", "in_order", "route"]
+from trl_storages.arguments import counted
+
+__all__ = ["Places", "all_lanes", "in_order", "num_steps_of", "route"]
 
 
 class Places(NamedTuple):
@@ -31,6 +34,23 @@ def in_order(which: np.ndarray, steps: int) -> Places:
         return Places(which, offsets, None)
     order = by_lane[:, None] * steps + np.arange(steps)
     return Places(which[by_lane], offsets, order.reshape(-1))
+
+
+def num_steps_of(batch: Sequence[int], num_lanes: int) -> int:
+    """Returns T of a batch `[L, T]`, `[T]` for one lane, or `[L]` for one step of several lanes.
+
+    Raises:
+        ValueError: the batch has another shape.
+    """
+    if len(batch) == 1 and num_lanes == 1:
+        return batch[0]
+    if len(batch) in (1, 2) and batch[0] == num_lanes:
+        return batch[1] if len(batch) == 2 else 1
+    raise ValueError(
+        f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or [{num_lanes}] "
+        f"(one step of each), got {[*batch]}: make the storage with the num_envs of the data, name "
+        "lanes=[...], or pass rows [N] with the numbers of their trajectories (traj_key)."
+    )
 
 
 @lru_cache
