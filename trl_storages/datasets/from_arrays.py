@@ -27,7 +27,7 @@ from trl_storages.keys import (
 )
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.transforms import GoalRelabel, parts_of
+from trl_storages.transforms import GoalRelabel
 from trl_storages.writing.fields import OUTCOME_FIELDS
 
 __all__ = ["Recipe", "filled", "from_arrays"]
@@ -145,13 +145,10 @@ def filled(
             "the storage must be empty and of one environment for a dataset, and it holds "
             f"{num_stored} rows of {num_envs}."
         )
-    relabel = next(
-        (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel)), None
-    )
+    relabel = next((part for part in storage.parts() if isinstance(part, GoalRelabel)), None)
+    every: Iterable[TensorDict] = chain([first], blocks)
     try:
-        for steps in (
-            _shown(chain([first], blocks), num_rows) if progress else chain([first], blocks)
-        ):
+        for steps in _shown(every, num_rows) if progress else every:
             if REWARD not in fields:
                 steps[REWARD] = _rewards(relabel, steps)
             storage.extend(steps)

@@ -178,14 +178,8 @@ def _add(fields: dict[NestedKey, Field], key: NestedKey, value: Any, is_vector: 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
-    known = {item.value.lower(): item for item in AutoresetMode}
-    found = known.get(mode.lower().replace("_", "")) if isinstance(mode, str) else None
-    if found is None:
-        raise ValueError(
-            f"autoreset_mode must be None or one of {[item.value for item in AutoresetMode]}, "
-            f"got {mode!r}; env.metadata['autoreset_mode'] has it."
-        )
-    return found
+    names = [item.value for item in AutoresetMode]
+    return AutoresetMode(arguments.choice("autoreset_mode", mode, names))
 
 
 # The infos of a vector hold arrays `[E, ...]`, or dictionaries of them, each with a mask `_name` that
