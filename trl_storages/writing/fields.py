@@ -58,8 +58,7 @@ def transition_fields(
     """Returns the fields of one stored transition.
 
     Dtypes, shapes and keys are those of TorchRL's `GymEnv(..., categorical_action_encoding=True)`:
-    a `Discrete` is an int64 scalar, a `Box` without dimensions has the shape `[1]`, and a `state`
-    entry is called `observation` where there is none.
+    a `Discrete` is an int64 scalar, and a `Box` without dimensions has the shape `[1]`.
 
     Args:
         observation_space: of one environment: a gymnasium space, nested `Dict`s included, or
@@ -85,8 +84,6 @@ def transition_fields(
     """
     batch_dims = len(observation_space.shape) if isinstance(observation_space, Composite) else 0
     observations = _fields_of(observation_space, keys.OBSERVATION, batch_dims)
-    if "state" in observations and keys.OBSERVATION not in observations:
-        observations[keys.OBSERVATION] = observations.pop("state")
     actions = _fields_of(action_space, keys.ACTION, batch_dims)
     for name, entries in (("observation_space", observations), ("action_space", actions)):
         if not entries:

@@ -178,8 +178,6 @@ class Rows(Staging):
 
 # Steps of loops
 
-#: The names of nested dictionaries in the order of their values; None at the end of a path.
-Tree = dict[str, Any] | None
 _REALS = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
 _FLOATS: frozenset[type] = frozenset({float, np.float64, np.float32})
 _NUMBERS: dict[Any, frozenset[type]] = {
@@ -213,11 +211,12 @@ class StepRows(Staging):
         here = [
             key for key in self.views if keys.key_path(key)[0] != "next" and key not in info_keys
         ]
-        seen = [key for key in here if keys.next_key(key) in self.views]
-        self._observations, seen = _tree(seen)
-        actions, acted = _tree(key for key in here if key not in seen)
+        self._observations = _tree(key for key in here if keys.next_key(key) in self.views)
+        seen = [key for _, key in keys.leaves(self._observations, "")]
+        actions = _tree(key for key in here if key not in seen)
+        acted = [key for _, key in keys.leaves(actions, "")]
         # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
-        self._actions: Tree = actions["action"] if [*actions] == ["action"] else actions
+        self._actions = actions["action"] if [*actions] == ["action"] else actions
         self._next_places = [self._place(keys.next_key(key), f"next {key!r}") for key in seen]
         self._places = [
             self._place(keys.TERMINATED, "terminateds"),
@@ -329,32 +328,26 @@ class _Place:
 
 
 def _named(observations: Any) -> Any:
-    """Returns observations as a dictionary, with the names of TorchRL's environments."""
-    if type(observations) is not dict and not isinstance(observations, Mapping):
-        return {"observation": observations}
-    if "state" in observations and "observation" not in observations:
-        return {
-            "observation" if name == "state" else name: observations[name] for name in observations
-        }
-    return observations
+    """Returns observations as a dictionary."""
+    if type(observations) is dict or isinstance(observations, Mapping):
+        return observations
+    return {"observation": observations}
 
 
-def _tree(found: Iterable[NestedKey]) -> tuple[dict[str, Any], list[NestedKey]]:
-    """Returns the names of nested dictionaries that hold these keys, and the keys in their order."""
-    tree = keys.nested((keys.key_path(key), key) for key in found)
-    ordered = [key for _, key in keys.leaves(tree, "")]
-    return keys.nested((keys.key_path(key), None) for key in ordered), ordered
+def _tree(found: Iterable[NestedKey]) -> dict[str, Any]:
+    """Returns keys by the names of nested dictionaries."""
+    return keys.nested((keys.key_path(key), key) for key in found)
 
 
-def _values(tree: Tree, values: Any, argument: str) -> list[Any]:
-    """Returns the values of nested dictionaries with exactly the names of a tree.
+def _values(tree: Any, values: Any, argument: str) -> list[Any]:
+    """Returns the values of nested dictionaries with exactly the names of a tree, which ends in keys.
 
     Raises:
         KeyError: an entry is missing.
         TypeError: a value is not a dictionary where the tree has one.
         ValueError: there are entries that the tree lacks.
     """
-    if tree is None:
+    if type(tree) is not dict:
         return [values]
     # An isinstance check against Mapping takes longer than the reading.
     if type(values) is not dict and not isinstance(values, Mapping):
@@ -366,5 +359,6 @@ def _values(tree: Tree, values: Any, argument: str) -> list[Any]:
         raise kind(f"{argument} must have the keys {[*tree]}, got {sorted(map(str, values))}.")
     found: list[Any] = []
     for name, branch in tree.items():
-        found += [values[name]] if branch is None else _values(branch, values[name], argument)
+        value = values[name]
+        found += _values(branch, value, argument) if type(branch) is dict else [value]
     return found
