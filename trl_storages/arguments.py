@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from inspect import Signature, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
@@ -359,19 +359,13 @@ class Checked:
         part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
 
 
-class _ConstructorSignature:
-    """The signature of a class, which constructors and metaclasses of TorchRL hide."""
-
-    def __get__(self, part: object, kind: Any) -> Signature:
-        if part is not None:
-            raise AttributeError("__signature__")
-        return signature(kind.__init__.__get__(kind))
-
-
 class Strict:
     """Refuses public attributes that the class does not name; those of users' subclasses may be any."""
 
-    __signature__ = _ConstructorSignature()
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Metaclasses of TorchRL hide it.
+        cls.__signature__ = signature(cls.__init__.__get__(cls))  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)
