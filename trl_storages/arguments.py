@@ -11,7 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from inspect import Signature, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
@@ -169,29 +169,19 @@ def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what
     return value  # type: ignore[return-value]
 
 
-def function(name: str, value: Any, what: str, takes: int | None = None) -> Callable[..., Any]:
+def function(name: str, value: Any, what: str) -> Callable[..., Any]:
     """Returns a callable.
 
     Args:
         name: name of the argument.
         value: the argument.
         what: its parameters, for the message.
-        takes: how many positional arguments it must accept; None skips this check.
 
     Raises:
-        TypeError: it is not callable, or not with that many arguments.
+        TypeError: it is not callable.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {shown(value)}.")
-    if takes is not None:
-        try:
-            parameters = inspect.signature(value)
-        except ValueError:
-            return value  # some C functions have no signature
-        try:
-            parameters.bind(*[None] * takes)
-        except TypeError:
-            raise TypeError(f"{name} must be a function {what}, got one of {parameters}.") from None
     return value
 
 
@@ -212,13 +202,11 @@ def device(name: str, value: Any) -> torch.device:
         TypeError: it is neither a device nor a string.
         ValueError: there is no such device.
     """
-    must = f"{name} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {shown(value)}."
-    if not isinstance(value, str | torch.device):
-        raise TypeError(must)
+    what = "a torch.device or a name such as 'cpu' or 'cuda:0'"
     try:
-        return torch.device(value)
+        return torch.device(instance(name, value, (str, torch.device), what=what))
     except RuntimeError as error:
-        raise ValueError(must) from error
+        raise ValueError(f"{name} must be {what}, got {shown(value)}.") from error
 
 
 def directory(name: str, value: Any) -> Path:
@@ -226,14 +214,12 @@ def directory(name: str, value: Any) -> Path:
 
     Raises:
         TypeError: it is not a path.
-        ValueError: it is not a valid path.
+        ValueError: it is empty.
     """
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name} must be the path of a directory, got {shown(value)}.")
-    text = os.fspath(value)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError(f"{name} must be the path of a directory, got {shown(value)}.")
-    return Path(os.path.expanduser(text)).absolute()
+    what = "the path of a directory"
+    if not os.fspath(instance(name, value, (str, os.PathLike), what=what)):
+        raise ValueError(f"{name} must be {what}, got {shown(value)}.")
+    return Path(value).expanduser().absolute()
 
 
 def key(name: str, value: Any) -> NestedKey:
@@ -244,13 +230,10 @@ def key(name: str, value: Any) -> NestedKey:
         ValueError: it is empty.
     """
     parts = value if isinstance(value, tuple) else (value,)
-    is_key = all(isinstance(part, str | tuple) for part in parts)
+    is_key = all(isinstance(part, str) for part in parts)
     if not (is_key and parts and all(parts)):
         kind = ValueError if is_key else TypeError
         raise kind(f"{name} must be a key, a string or a tuple of them; got {shown(value)}.")
-    for part in parts:
-        if isinstance(part, tuple):
-            key(name, part)
     return unravel_key(value)
 
 
@@ -376,19 +359,13 @@ class Checked:
         part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
 
 
-class _ConstructorSignature:
-    """The signature of a class, which constructors and metaclasses of TorchRL hide."""
-
-    def __get__(self, part: object, kind: Any) -> Signature:
-        if part is not None:
-            raise AttributeError("__signature__")
-        return signature(kind.__init__.__get__(kind))
-
-
 class Strict:
     """Refuses public attributes that the class does not name; those of users' subclasses may be any."""
 
-    __signature__ = _ConstructorSignature()
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Metaclasses of TorchRL hide it.
+        cls.__signature__ = signature(cls.__init__.__get__(cls))  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)

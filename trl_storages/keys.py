@@ -33,7 +33,6 @@ __all__ = [
     "check_free",
     "check_storable",
     "continued_keys",
-    "done_beside",
     "goal_entries",
     "key_path",
     "leaves",
@@ -128,17 +127,6 @@ def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None
         if path[:shared] == other[:shared]:
             return unravel_key(other)
     return None
-
-
-def done_beside(keys: Collection[NestedKey]) -> dict[NestedKey, NestedKey]:
-    """Maps each `terminated` and `truncated` key under `next` to the `done` next to it, if present.
-
-    >>> done_beside([DONE, TERMINATED, ("next", "agents", "terminated")])
-    {('next', 'terminated'): ('next', 'done')}
-    """
-    flags = [key for key in keys if key[0] == "next" and key[-1] in ("terminated", "truncated")]
-    beside = {key: (*key[:-1], "done") for key in flags}
-    return {key: done for key, done in beside.items() if done in keys}
 
 
 # Entries with these names belong to a single step and do not carry over to the next.

@@ -88,11 +88,6 @@ def _with(make: Callable[Options, None], **defaults: Any) -> Callable[Options, N
     return partialmethod(make, **defaults)  # type: ignore[return-value]
 
 
-def _given(scope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a constructor, of its local names."""
-    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
-
-
 class UniformReplayStorage(ReplayStorage):
     """Stores transitions of an environment and draws them uniformly.
 
@@ -195,8 +190,8 @@ class UniformReplayStorage(ReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if service_backend is not None:
-            raise NotImplementedError("leave service_backend out.")
+        # TorchRL's metaclass has seen to them.
+        del service_backend, service_backend_options
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
@@ -419,8 +414,8 @@ class HERReplayStorage(UniformReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = _given(locals())
-        for name in ("reward_fn", "terminated_fn", "strategy", "num_goals"):
+        given = dict(locals())
+        for name in ("self", "__class__", "reward_fn", "terminated_fn", "strategy", "num_goals"):
             del given[name]
         there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
         missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
@@ -440,7 +435,8 @@ class HERReplayStorage(UniformReplayStorage):
 class EpisodeReplayStorage(UniformReplayStorage):
     """Draws whole episodes: `sample(n)` is `sample_episodes(n)`.
 
-    Keywords as in `UniformReplayStorage`, without those of single rows; `batch_size` counts episodes.
+    Keywords as in `UniformReplayStorage`; `batch_size` counts episodes, 16 by default, and those of
+    samplers, n-step returns and `sample_unit` have no effect on whole episodes.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
@@ -450,32 +446,7 @@ class EpisodeReplayStorage(UniformReplayStorage):
     torch.Size([2, 3])
     """
 
-    @_without_synonyms
-    def __init__(
-        self,
-        observation_space: AnySpace,
-        action_space: AnySpace,
-        *,
-        storage_size: int = 1_000_000,
-        num_envs: int = 1,
-        batch_size: int = 16,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: str = "r+",
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: str = "cut",
-        max_entries: int | None = None,
-        fresh: bool = False,
-        prefetch: int = 0,
-        seed: int | None = None,
-        service_backend: str | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(**_given(locals()))
+    __init__ = _with(UniformReplayStorage.__init__, batch_size=16)
 
     def extend(self, tensordicts: TensorDictBase, **options: Any) -> torch.Tensor:
         """Writes steps, such as a whole episode.

@@ -130,8 +130,7 @@ def joined(paths: Sequence[Entries]) -> tuple[Entries, np.ndarray]:
     for number, (fields, _) in enumerate(paths):
         if fields.keys() != first.fields.keys():
             raise KeyError(
-                f"all episodes must have the entries of the first, {[*first.fields]}; number {number} "
-                f"has {[*fields]}."
+                f"all episodes must have the entries {[*first.fields]}, number {number} has {[*fields]}."
             )
     fields = {key: np.concatenate([path.fields[key] for path in paths]) for key in first.fields}
     return first._replace(fields=fields), ends
@@ -209,26 +208,20 @@ def _ends_of(flags: Mapping[str, np.ndarray], num_rows: int, has_rewards: bool) 
     rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are ends of either
     kind if other flags mark terminal states, and terminal states if none do.
     """
-    nothing = np.zeros(num_rows, bool)
-    marked, terminals, timeouts, dones = (
-        flags.get(role, nothing) for role in ("ends", "terminals", "timeouts", "dones")
-    )
-    terminated, masks = nothing, flags.get("masks")
-    if masks is not None or not (has_rewards or "timeouts" in flags):
-        marked = marked | terminals
-    else:
-        terminated = terminals
-    if "terminals" in flags or masks is not None:
-        marked = marked | dones
-    else:
-        terminated = terminated | (dones & ~timeouts)
-    leads_nowhere = marked | terminated | timeouts
-    if masks is not None:
+    ends, terminated = np.zeros((2, num_rows), bool)
+    timeouts = flags.get("timeouts", terminated)
+    for name, flag in flags.items():
+        ends = ends if name == "masks" else ends | flag
+    if "masks" in flags:
+        terminated = ~flags["masks"]
         # An episode may continue after its goal is reached.
-        leads_nowhere = leads_nowhere if leads_nowhere.any() else ~masks
-        terminated = terminated | ~masks
+        ends = ends if ends.any() else terminated
+    elif "terminals" in flags:
+        terminated = flags["terminals"] if has_rewards or "timeouts" in flags else terminated
+    elif "dones" in flags:
+        terminated = flags["dones"] & ~timeouts
     is_last = np.arange(num_rows) == num_rows - 1
-    return terminated, timeouts | (marked & ~terminated), leads_nowhere | is_last
+    return terminated, timeouts | (ends & ~terminated), ends | is_last
 
 
 def _flags(name: str, value: Any, num_rows: int) -> np.ndarray:

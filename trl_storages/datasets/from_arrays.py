@@ -13,21 +13,11 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import Composite, Unbounded
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages.datasets.columns import GoalOf, blocks_of, columns_of, entries_of, joined
-from trl_storages.keys import (
-    ACHIEVED_GOAL,
-    ACTION,
-    DESIRED_GOAL,
-    DONE,
-    REWARD,
-    key_path,
-    next_key,
-    shared_keys,
-)
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.transforms import GoalRelabel, parts_of
+from trl_storages.transforms import GoalRelabel
 from trl_storages.writing.fields import OUTCOME_FIELDS
 
 __all__ = ["Recipe", "filled", "from_arrays"]
@@ -101,13 +91,13 @@ def from_arrays(
     else:
         entries, path_ends = joined([entries_of(path, goal_fn) for path in data])
         ends = path_ends if ends is None else ends
-    if REWARD not in entries.fields and goal_fn is None and options.get("reward_fn") is None:
+    if keys.REWARD not in entries.fields and goal_fn is None and options.get("reward_fn") is None:
         raise KeyError(
             f"data must have the entry 'rewards', there are {[*entries.fields]}; or goals (or goal_fn=) "
             "and a recipe with reward_fn=, which computes them."
         )
     columns = columns_of(entries, ends, sets_goals=goal_fn is not None)
-    num_rows = len(columns[DONE][1])
+    num_rows = len(columns[keys.DONE][1])
     return filled(recipe, blocks_of(columns, float_dtype), num_rows, options, progress=progress)
 
 
@@ -127,14 +117,17 @@ def filled(
     first = next(blocks)
     infos = {*arguments.keys("info_keys", options.get("info_keys", ()))}
     fields = {key: (leaf.dtype, leaf.shape[1:]) for key, leaf in first.items(True, True)}
-    twins = {*shared_keys(fields)} - infos
+    twins = {*keys.shared_keys(fields)} - infos
     observations, actions, further = Composite(), Composite(), {}
     for key, (dtype, shape) in fields.items():
         if key in twins:
             observations[key] = Unbounded(shape, dtype=dtype)
-        elif key_path(key)[0] == ACTION:
+        elif keys.key_path(key)[0] == keys.ACTION:
             actions[key] = Unbounded(shape, dtype=dtype)
-        elif key not in {*infos, *map(next_key, twins)} and OUTCOME_FIELDS.get(key) != fields[key]:
+        elif (
+            key not in {*infos, *map(keys.next_key, twins)}
+            and OUTCOME_FIELDS.get(key) != fields[key]
+        ):
             further[key] = dtype, shape
     options = {"storage_size": max(num_rows, 2), **options, "extra_fields": further}
     storage = recipe(observations, actions, **options)
@@ -145,15 +138,12 @@ def filled(
             "the storage must be empty and of one environment for a dataset, and it holds "
             f"{num_stored} rows of {num_envs}."
         )
-    relabel = next(
-        (part for part in parts_of(storage.transform) if isinstance(part, GoalRelabel)), None
-    )
+    relabel = next((part for part in storage.parts() if isinstance(part, GoalRelabel)), None)
+    every: Iterable[TensorDict] = chain([first], blocks)
     try:
-        for steps in (
-            _shown(chain([first], blocks), num_rows) if progress else chain([first], blocks)
-        ):
-            if REWARD not in fields:
-                steps[REWARD] = _rewards(relabel, steps)
+        for steps in _shown(every, num_rows) if progress else every:
+            if keys.REWARD not in fields:
+                steps[keys.REWARD] = _rewards(relabel, steps)
             storage.extend(steps)
     except BaseException:
         storage.close(keep=False)
@@ -176,6 +166,6 @@ def _rewards(relabel: GoalRelabel | None, steps: TensorDict) -> torch.Tensor:
     """Returns the rewards of the desired goals of steps, NaN if nothing computes them."""
     if relabel is None or relabel.reward_fn is None:
         return torch.full((len(steps), 1), torch.nan)
-    achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
+    achieved, goals = (steps[keys.next_key(key)] for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL))
     found = relabel.reward_fn(achieved, goals, {key: steps[key] for key in relabel.info_keys})
     return torch.as_tensor(found).float().reshape(-1, 1)

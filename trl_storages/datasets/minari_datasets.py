@@ -16,23 +16,10 @@ import torch
 from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import TensorDict, TensorDictBase
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages.datasets.columns import BLOCK, blocks_of, columns_of, entries_of, joined
 from trl_storages.datasets.from_arrays import Recipe, filled
 from trl_storages.index.whole_episodes import episode_slots
-from trl_storages.keys import (
-    ACTION,
-    INDEX,
-    OBSERVATION,
-    REWARD,
-    TERMINATED,
-    TRAJECTORY_IDS,
-    TRUNCATED,
-    key_path,
-    nested,
-    next_key,
-    shared_keys,
-)
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.writing.fields import OUTCOME_FIELDS
@@ -67,7 +54,7 @@ def from_minari(
     """
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
-    infos = [*map(key_path, arguments.keys("info_keys", options.get("info_keys", ())))]
+    infos = [*map(keys.key_path, arguments.keys("info_keys", options.get("info_keys", ())))]
     numbers = dataset.episode_indices
     # Episodes of about one block are read together.
     at_once = max(1, BLOCK * len(numbers) // max(1, dataset.total_steps))
@@ -150,32 +137,37 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
     """Returns the rows `[T]` of an episode as arguments of `EpisodeBuffer`."""
     fields = dict(rows.items(include_nested=True, leaves_only=True))
     observations, actions, infos = {}, {}, {}
-    shared = shared_keys(fields)
+    shared = keys.shared_keys(fields)
     for key, values in fields.items():
-        path = key_path(key)
+        path = keys.key_path(key)
         if key in shared:
-            after = fields[next_key(key)]
+            after = fields[keys.next_key(key)]
             observations[path] = torch.cat([values, after[-1:]]).numpy()
             if not ((after[:-1] == values[1:]) | (after.isnan()[:-1] & values.isnan()[1:])).all():
                 raise ValueError(
                     f"each row must begin with the {key!r} that the row before it led to: write the "
                     "storage with on_gap='cut'."
                 )
-        elif path[0] == ACTION:
+        elif path[0] == keys.ACTION:
             actions[path] = values.numpy()
-        elif key not in (INDEX, TRAJECTORY_IDS, *OUTCOME_FIELDS, *map(next_key, shared)):
+        elif key not in (
+            keys.INDEX,
+            keys.TRAJECTORY_IDS,
+            *OUTCOME_FIELDS,
+            *map(keys.next_key, shared),
+        ):
             infos[path[path[0] == "next" :]] = torch.cat([values[:1] * 0, values]).numpy()
-    reward = rows[REWARD]
-    terminated, truncated = (rows[key].flatten() for key in (TERMINATED, TRUNCATED))
+    reward = rows[keys.REWARD]
+    terminated, truncated = (rows[key].flatten() for key in (keys.TERMINATED, keys.TRUNCATED))
     truncated[-1] |= ~terminated[-1]
-    seen = nested(observations.items())
+    seen = keys.nested(observations.items())
     return {
-        "observations": seen[OBSERVATION] if [*seen] == [OBSERVATION] else seen,
-        "actions": nested(actions.items())[ACTION],
+        "observations": seen[keys.OBSERVATION] if [*seen] == [keys.OBSERVATION] else seen,
+        "actions": keys.nested(actions.items())[keys.ACTION],
         "rewards": (reward.flatten() if reward[0].numel() == 1 else reward).numpy(),
         "terminations": terminated.numpy(),
         "truncations": truncated.numpy(),
-        "infos": nested(infos.items()),
+        "infos": keys.nested(infos.items()),
     }
 
 

@@ -89,9 +89,9 @@ class GoalRelabel(ReplayTransform):
         super().__init__()
         what = "(achieved_goal, desired_goal, transition)"
         if reward_fn is not None or goal_key is None:
-            arguments.function("reward_fn", reward_fn, what, takes=3)
+            arguments.function("reward_fn", reward_fn, what)
         if terminated_fn is not None:
-            arguments.function("terminated_fn", terminated_fn, what, takes=3)
+            arguments.function("terminated_fn", terminated_fn, what)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self._info_keys = tuple(arguments.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self._info_keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,8 +58,7 @@ def transition_fields(
     """Returns the fields of one stored transition.
 
     Dtypes, shapes and keys are those of TorchRL's `GymEnv(..., categorical_action_encoding=True)`:
-    a `Discrete` is an int64 scalar, a `Box` without dimensions has the shape `[1]`, and a `state`
-    entry is called `observation` where there is none.
+    a `Discrete` is an int64 scalar, and a `Box` without dimensions has the shape `[1]`.
 
     Args:
         observation_space: of one environment: a gymnasium space, nested `Dict`s included, or
@@ -85,8 +84,6 @@ def transition_fields(
     """
     batch_dims = len(observation_space.shape) if isinstance(observation_space, Composite) else 0
     observations = _fields_of(observation_space, keys.OBSERVATION, batch_dims)
-    if "state" in observations and keys.OBSERVATION not in observations:
-        observations[keys.OBSERVATION] = observations.pop("state")
     actions = _fields_of(action_space, keys.ACTION, batch_dims)
     for name, entries in (("observation_space", observations), ("action_space", actions)):
         if not entries:
@@ -152,31 +149,28 @@ def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Field:
     return spec.dtype, torch.Size(shape)
 
 
-class Choices(NamedTuple):
-    """The values of a discrete action: `number` of them from `first` on, each a number or `[*shape]`."""
-
-    first: Any
-    number: Any
+#: The first value of a discrete action, and what comes after the last; each a number or `[*shape]`.
+Choices = tuple[Any, Any]
 
 
 def choices_of(action_space: spaces.Space[Any] | TensorSpec) -> dict[NestedKey, Choices]:
     """Returns the choices of the discrete actions of a space or spec, by key.
 
     >>> choices_of(spaces.Discrete(3, start=1))["action"]
-    Choices(first=1, number=3)
+    (1, 4)
     """
     choices: dict[NestedKey, Choices] = {}
     for key, space in _leaves_of(action_space, keys.ACTION):
         match space:
             case spaces.Discrete():
-                choices[key] = Choices(int(space.start), int(space.n))
+                choices[key] = int(space.start), int(space.start + space.n)
             case spaces.MultiDiscrete():
-                choices[key] = Choices(space.start, space.nvec)
+                choices[key] = space.start, space.start + space.nvec
             # Before Categorical, its base class.
             case MultiCategorical():
-                choices[key] = Choices(0, space.nvec.numpy())
+                choices[key] = 0, space.nvec.numpy()
             case Categorical():
-                choices[key] = Choices(0, space.n)
+                choices[key] = 0, space.n
     return choices
 
 
@@ -198,39 +192,35 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
 
 def as_field(
-    value: Any, dtype: torch.dtype, shape: Sequence[int], name: str, *, lossy: bool = False
+    value: Any, dtype: torch.dtype, shape: Sequence[int], name: str, *, is_rounded: bool = False
 ) -> torch.Tensor:
     """Returns `value` as a tensor of this dtype and shape, sharing its memory if possible.
 
-    Arrays and tensors of another dtype are taken if this one holds their values exactly, plain numbers
-    and lists if they are of the same kind. Where the last dimension is 1 it may be left out.
+    Arrays and tensors of another dtype are taken if this one holds all of its values exactly, plain
+    numbers and lists if they are of the same kind. Where the last dimension is 1 it may be left out.
 
     Args:
         value: array, tensor, number or list.
         dtype: of the field.
         shape: that it must have.
         name: for messages.
-        lossy: take any real dtype.
+        is_rounded: take arrays and tensors as plain numbers are.
 
     Raises:
         TypeError: another dtype.
-        ValueError: another shape, or a plain number that the dtype lacks.
+        ValueError: another shape, or an integer that the dtype lacks.
     """
-    found, is_plain = as_tensor(value, name), not hasattr(value, "dtype")
+    found = as_tensor(value, name)
     if found.dtype is not dtype:
-        given, wanted = (TORCH_TO_NUMPY.get(each) for each in (found.dtype, dtype))
-        if given is None or wanted is None or lossy:
-            is_fine = lossy and given is not None and given.kind != "c"
+        if is_rounded or not hasattr(value, "dtype"):
+            is_fine = torch.can_cast(found.dtype, dtype)
         else:
-            is_fine = np.can_cast(given, wanted, "same_kind" if is_plain else "safe")
+            given, wanted = TORCH_TO_NUMPY.get(found.dtype), TORCH_TO_NUMPY.get(dtype)
+            is_fine = given is not None and wanted is not None and np.can_cast(given, wanted)
         if not is_fine:
             raise TypeError(f"{name} must be {dtype}, got {found.dtype}: convert it.")
         cast = found.to(dtype)
-        if (
-            is_plain
-            and not dtype.is_floating_point
-            and not torch.equal(cast.to(found.dtype), found)
-        ):
+        if not dtype.is_floating_point and not torch.equal(cast.to(found.dtype), found):
             raise ValueError(f"{name} must be in the range of {dtype}, got {value}.")
         found = cast
     if found.shape != tuple(shape):

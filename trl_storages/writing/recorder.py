@@ -19,7 +19,8 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Block, Layout
 from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys, as_tensor
-from trl_storages.writing.staging import Staging
+from trl_storages.writing.lanes import Places, all_lanes
+from trl_storages.writing.staging import StepRows
 
 __all__ = ["Recorder"]
 
@@ -59,7 +60,7 @@ class Recorder:
         self._fields, self._choices = fields, choices or {}
         # Which environments are only reset by their next step.
         self._ended, self._none = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
-        self._staging: Staging | None = None
+        self._staging: StepRows | None = None
 
     def read(self, step: Step, storage: PackedStorage) -> tuple[Block, Layout] | None:
         """Reads and checks the seven values of a step.
@@ -87,39 +88,29 @@ class Recorder:
                 return None
         made = self._staging
         if made is None or made.is_vector != is_vector or made.layout is not storage.layout:
-            made = self._staging = self._stage(step, infos, lanes, storage, is_vector)
-        made.put(step, lanes)
+            made = self._staging = self._stage(step, infos, storage, is_vector)
+        made.put(step)
         was_reset = self._none
         if self.autoreset_mode is _SAME_STEP and made.done.any():
             was_reset = made.done
             for lane in was_reset.nonzero()[0].tolist():
                 made.put_final(lane, _final_obs(infos, lane))
         for key in self.info_keys:
-            made.put_info(key, lanes, self._info(infos, key, lanes, was_reset, is_vector))
-        return made.block(lanes), made.layout
+            made.put_info(key, _info(infos, key, lanes, was_reset))
+        if lanes is None:
+            return made.block(all_lanes(self.num_envs, 1)), made.layout
+        return made.block(Places(lanes, np.arange(len(lanes) + 1), lanes)), made.layout
 
-    def _info(
-        self, infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray, is_vector: bool
-    ) -> Any:
-        if not is_vector:
-            return _info_of(infos, key)
-        return _column_of(infos, key, slice(None) if lanes is None else lanes, was_reset)
-
-    def _stage(
-        self, step: Step, infos: Any, lanes: Any, storage: PackedStorage, is_vector: bool
-    ) -> Staging:
+    def _stage(self, step: Step, infos: Any, storage: PackedStorage, is_vector: bool) -> StepRows:
         """Makes what takes steps such as this one."""
         layout = storage.layout
         if layout is None:
             fields = _learned(step, is_vector) if self._fields is None else {**self._fields}
-            flags = (as_tensor(each, "flags").cpu().numpy() for each in step[3:5])
-            was_reset = np.logical_or(*flags).reshape(-1) & (self.autoreset_mode is _SAME_STEP)
             for key in self.info_keys:
                 if key not in fields:
-                    value = self._info(infos, key, lanes, was_reset, is_vector)
-                    _add(fields, key, value, is_vector)
+                    _add(fields, key, _any_info(infos, key), is_vector)
             layout = storage.layout_for(fields)
-        return Staging(self.info_keys, layout, self.num_envs, is_vector, self._choices)
+        return StepRows(layout, self.num_envs, is_vector, self.info_keys, self._choices)
 
     def remember(self) -> None:
         """Remembers, once a step is written, which environments it ended."""
@@ -187,14 +178,8 @@ def _add(fields: dict[NestedKey, Field], key: NestedKey, value: Any, is_vector: 
 def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
-    known = {item.value.lower(): item for item in AutoresetMode}
-    found = known.get(mode.lower().replace("_", "")) if isinstance(mode, str) else None
-    if found is None:
-        raise ValueError(
-            f"autoreset_mode must be None or one of {[item.value for item in AutoresetMode]}, "
-            f"got {mode!r}; env.metadata['autoreset_mode'] has it."
-        )
-    return found
+    names = [item.value for item in AutoresetMode]
+    return AutoresetMode(arguments.choice("autoreset_mode", mode, names))
 
 
 # The infos of a vector hold arrays `[E, ...]`, or dictionaries of them, each with a mask `_name` that
@@ -202,52 +187,57 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 # `final_obs` and `final_info` hold what the step returned, and the rest is of the reset.
 
 
-def _info_of(infos: Any, key: NestedKey) -> Any:
-    """Returns an entry of the infos of a single environment; a leading "next" does not count.
-
-    Raises:
-        KeyError: there is none.
-    """
-    found: Any = infos
-    for name in _path(key):
-        if not isinstance(found, Mapping) or name not in found:
-            raise _missing(infos, key)
-        found = found[name]
-    return found
-
-
-def _column_of(infos: Any, key: NestedKey, lanes: Any, ended: np.ndarray) -> Any:
-    """Returns an entry of the infos of a vector; a leading "next" does not count.
+def _info(infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray) -> Any:
+    """Returns an entry of the infos, as it is there; a leading "next" does not count.
 
     Args:
         infos: of the step.
         key: of the entry.
-        lanes: `[L]` the environments that made a transition, or a slice of them.
-        ended: `[E]` bool, those that were reset in the same step: their entry is in `final_info`. But
+        lanes: `[L]` the environments that made a transition; None is all.
+        was_reset: `[E]` bool, those that were reset in the same step: their entry is in `final_info`. But
             what the loop itself added to the infos, which has no mask, is of the step.
-
-    Returns:
-        `[L, ...]`.
 
     Raises:
         KeyError: an environment does not have the entry.
-        ValueError: there is not one value for each environment.
     """
     path = _path(key)
-    found, is_there = _column(infos, path, len(ended))
-    if ended.any() and (path[0] not in infos or f"_{path[0]}" in infos):
-        last, is_last = _column(infos.get("final_info"), path, len(ended))
-        is_there = np.where(ended, is_last, is_there)
-        if found is None or last is None:
-            found = last if found is None else found
-        else:
-            found = found.clone() if isinstance(found, torch.Tensor) else found.copy()
-            found[ended] = last[ended]
-    if not is_there[lanes].all():
+    found, is_there = _entry(infos, path)
+    if was_reset.any() and (found is None or f"_{path[0]}" in infos):
+        last, is_last = _entry(infos.get("final_info"), path)
+        is_there = np.where(was_reset, is_last, is_there)
+        if found is None:
+            found = last
+        elif last is not None:
+            of_reset = was_reset.reshape(-1, *[1] * (np.ndim(last) - 1))
+            found = np.where(of_reset, last, found)
+    is_there = np.broadcast_to(is_there, was_reset.shape)
+    if found is None or not is_there[slice(None) if lanes is None else lanes].all():
         raise _missing(infos, key)
-    found = found[lanes]
-    # What gymnasium has no dtype for, such as lists of numbers.
-    return np.stack([*map(np.asarray, found)]) if found.dtype == object else found
+    return found
+
+
+def _any_info(infos: Any, key: NestedKey) -> Any:
+    """Returns an entry of the infos for its dtype and shape.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for each in (infos, infos.get("final_info")):
+        found, _ = _entry(each, _path(key))
+        if found is not None:
+            return found
+    raise _missing(infos, key)
+
+
+def _entry(infos: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
+    """Returns an entry, None if there is none, and of which environments it is: `[E]` bool, or one."""
+    is_there: Any = True
+    for name in path:
+        if not isinstance(infos, Mapping) or name not in infos:
+            return None, False
+        is_there = is_there & np.asarray(infos.get(f"_{name}", True))
+        infos = infos[name]
+    return infos, is_there
 
 
 def _final_obs(infos: Any, lane: int) -> Any:
@@ -263,23 +253,6 @@ def _final_obs(infos: Any, lane: int) -> Any:
             f"autoreset_mode 'SameStep', got {sorted(map(str, infos))}: has the environment that mode?"
         )
     return _row(found, lane)
-
-
-def _column(infos: Any, path: tuple[str, ...], num_envs: int) -> tuple[Any, np.ndarray]:
-    """Returns an entry `[E, ...]`, None if there is none, and of which environments it is."""
-    is_there = np.ones(num_envs, bool)
-    for name in path:
-        if not isinstance(infos, Mapping) or name not in infos:
-            return None, np.zeros(num_envs, bool)
-        is_there = is_there & np.asarray(infos.get(f"_{name}", True))
-        infos = infos[name]
-    found = infos.detach() if isinstance(infos, torch.Tensor) else np.asarray(infos)
-    if found.shape[:1] != (num_envs,):
-        raise ValueError(
-            f"infos must hold a value of {'.'.join(path)!r} for each of {num_envs} environments, got "
-            f"{infos!r:.80}."
-        )
-    return found, is_there
 
 
 def _path(key: NestedKey) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""One step of each environment on its way into a storage: a block of rows, and views of its fields.
+"""Rows on their way into a storage: one block, and a view of each field, made once and filled again.
 
-Letters: E environments.
+Letters: E environments, L lanes that are written, N rows.
 """
 
 from __future__ import annotations
@@ -10,17 +10,174 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, is_tensor_collection
 
 from trl_storages import keys
+from trl_storages._torchrl import copy_all
 from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import NUMPY_TO_TORCH, TORCH_TO_NUMPY, Choices, as_field
+from trl_storages.writing.fields import NUMPY_TO_TORCH, OUTCOME_FIELDS, TORCH_TO_NUMPY, as_field
+from trl_storages.writing.lanes import Places
 
-__all__ = ["Staging"]
+__all__ = ["Rows", "Staging", "StepRows", "entries_in"]
 
-#: The names of nested dictionaries in the order of their values; None at the end of a path.
-Tree = dict[str, Any] | None
-_OUTCOMES = (keys.REWARD, keys.TERMINATED, keys.TRUNCATED)
+
+class Staging:
+    """A block of rows, and views of its fields.
+
+    Args:
+        layout: of the rows.
+        batch: their batch size, of N rows in all.
+        device: where they are staged, as tensors; None is as arrays on the host.
+
+    Attributes:
+        words: `[N, row_words]` int64 the rows.
+        done: `[N]` bool which of them end their episodes.
+        views: key -> `[*batch, *shape]`, and of stacks their frames.
+    """
+
+    def __init__(
+        self, layout: Layout, batch: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        self.layout, self.batch, self.device = layout, torch.Size(batch), device
+        size = self.batch.numel(), layout.row_words
+        if device is None:  # NumPy's zeros lie in huge pages
+            self.words: Any = np.zeros(size, np.int64)
+            self.done: Any = np.zeros(size[0], bool)
+            words = torch.from_numpy(self.words)
+        else:
+            words = self.words = torch.zeros(size, dtype=torch.int64, device=device)
+            self.done = torch.zeros(size[0], dtype=torch.bool, device=device)
+        rows = words.view(*batch, layout.row_words)
+        self.views = layout.views(rows)
+        for field in layout.fields:
+            if field.stack:
+                self.views[field.key] = layout.frames_of(field, rows)
+
+    def block(self, places: Places, cut: np.ndarray | None = None) -> Block:
+        """Returns the rows as a block, valid until others are filled in.
+
+        Args:
+            places: where they go.
+            cut: `[N]` bool, which of them begin an episode whatever came before, in the order of their
+                places; None is none of them.
+        """
+        which, offsets, order = places
+        words, done = self.words, self.done
+        if order is not None:
+            words, done = words[order], done[order]
+        # Who writes the block marks gaps there.
+        cut = np.zeros(len(done), bool) if cut is None else cut
+        if self.device is not None:
+            return Block(which, offsets, words, done, torch.from_numpy(cut).to(self.device))
+        return Block(which, offsets, words, done, cut)
+
+
+# Rows of TensorDicts
+
+
+def entries_in(data: Any, path: tuple[str, ...] = ()) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of a TensorDict by key. Its own iterators take ten times as long."""
+    found: dict[NestedKey, torch.Tensor] = {}
+    for name, value in data.items():
+        if isinstance(value, torch.Tensor):
+            found[(*path, name) if path else name] = value
+        elif is_tensor_collection(value):
+            found |= entries_in(value, (*path, name))
+    return found
+
+
+class Rows(Staging):
+    """Takes the rows of TensorDicts of one batch size.
+
+    Args:
+        layout: as of `Staging`.
+        batch: likewise.
+        device: likewise.
+        done_key: of the flag that ends episodes, one bool a row, which need not be a field.
+        found: entries of such a TensorDict.
+
+    Raises:
+        KeyError: there are no such flags.
+        ValueError: they are not one bool a row.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        batch: torch.Size,
+        device: torch.device | None,
+        done_key: NestedKey,
+        found: Mapping[NestedKey, torch.Tensor],
+    ) -> None:
+        super().__init__(layout, batch, device)
+        flag = found.get(done_key)
+        if flag is None:
+            raise KeyError(f"the data lacks {done_key!r}, which ends episodes; it has {[*found]}.")
+        if flag.dtype is not torch.bool or flag.numel() != len(self.done):
+            raise ValueError(
+                f"{done_key!r} must be one bool a row, got {flag.dtype} {[*flag.shape]}. Where each "
+                f"agent has its own make one for all: data.set({keys.DONE!r}, data[...].any(-2))."
+            )
+        fields = [layout.field(key) for key in self.views]
+        shape = batch + layout.field(done_key).shape if done_key in layout else flag.shape
+        self._keys = [*self.views, done_key]
+        self._targets = [*self.views.values(), torch.as_tensor(self.done).view(shape)]
+        self._kinds = [*((it.dtype, batch + it.shape) for it in fields), (torch.bool, shape)]
+        # Stacks, by their places among the fields; they are copied as frames.
+        self._stacks = [(place, it) for place, it in enumerate(fields) if it.stack]
+        # Flags that end episodes, too, beside `done`; those of another device are not waited for.
+        done = torch.as_tensor(self.done)
+        self._ends = [
+            (self.views[key].view(-1).numpy(), done.numpy())
+            for key in (keys.TERMINATED, keys.TRUNCATED)
+            if done.is_cpu and key in layout and self.views[key].numel() == len(done)
+        ]
+        # To make it takes longer than to enter it.
+        self._no_grad = torch.no_grad()
+
+    def fill(self, found: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Copies the entries of a TensorDict that have fields.
+
+        Raises:
+            KeyError: an entry is missing.
+            TypeError, ValueError: it has another dtype or shape; or some rows are padding; or rows on the
+                host are not done where they are terminated or truncated.
+        """
+        try:
+            values = [found[key] for key in self._keys]
+        except KeyError as error:
+            (key,) = error.args
+            raise KeyError(f"the data lacks {key!r}, which every row holds.") from None
+        if [(value.dtype, value.shape) for value in values] != self._kinds:
+            self._refuse(values)
+        if (mask := found.get(keys.MASK)) is not None and not mask.all():
+            raise ValueError(
+                f"all rows must be transitions, but {keys.MASK} says that some are padding: pass "
+                f"traj_format='cat' to the collector, or write data[data[{keys.MASK!r}]]."
+            )
+        for place, field in self._stacks:
+            values[place] = field.stack.frames(values[place], field.shape)  # type: ignore[union-attr]
+        with self._no_grad:
+            copy_all(self._targets, values)
+        for flag, done in self._ends:
+            if np.count_nonzero(flag > done):
+                raise ValueError(
+                    f"{self._keys[-1]!r} must be true where rows are terminated or truncated, got a row "
+                    "where it is not: set it to terminated | truncated. A trainer that flattens makes "
+                    "such rows: pass it flatten_tensordicts=False."
+                )
+
+    def _refuse(self, values: Sequence[torch.Tensor]) -> None:
+        for key, value, (dtype, shape) in zip(self._keys, values, self._kinds, strict=True):
+            must = f"{key!r} must be {dtype} {[*shape[len(self.batch) :]]}, got"
+            if value.dtype is not dtype:
+                raise TypeError(f"{must} {value.dtype}.")
+            if value.shape != shape:
+                raise ValueError(f"{must} {[*value.shape[len(self.batch) :]]}.")
+
+
+# Steps of loops
+
 _REALS = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
 _FLOATS: frozenset[type] = frozenset({float, np.float64, np.float32})
 _NUMBERS: dict[Any, frozenset[type]] = {
@@ -29,74 +186,67 @@ _NUMBERS: dict[Any, frozenset[type]] = {
 }
 
 
-class Staging:
-    """Takes the values of a step, each through a view that is made once.
+class StepRows(Staging):
+    """Takes the values of one step of each environment.
 
     Args:
-        keys_of_infos: fields that come from the infos.
         layout: of the rows.
         num_envs: E.
         is_vector: whether values have the leading dimension.
-        choices: of discrete actions; others are refused.
+        info_keys: fields that come from the infos.
+        choices: of discrete actions, from `choices_of`; others are refused.
     """
 
     def __init__(
         self,
-        keys_of_infos: Collection[NestedKey],
         layout: Layout,
         num_envs: int,
         is_vector: bool,
-        choices: Mapping[NestedKey, Choices],
+        info_keys: Collection[NestedKey],
+        choices: Mapping[NestedKey, tuple[Any, Any]],
     ) -> None:
-        self.layout, self.is_vector = layout, is_vector
-        self._words = np.zeros((num_envs, layout.row_words), np.int64)
-        rows = torch.from_numpy(self._words)
-        views = {field.key: _view(layout, field.key, rows) for field in layout.fields}
-
-        def place(key: NestedKey, name: str) -> _Place:
-            return _Place(layout.field(key), views[key], name, is_vector)
-
+        super().__init__(layout, [num_envs])
+        self.is_vector = is_vector
         # Keys that also exist under `next` are observations; the rest, infos aside, are actions.
         here = [
-            key for key in views if keys.key_path(key)[0] != "next" and key not in keys_of_infos
+            key for key in self.views if keys.key_path(key)[0] != "next" and key not in info_keys
         ]
-        seen = [key for key in here if keys.next_key(key) in views]
-        acted = [key for key in here if key not in seen]
-        self._observations, seen = _tree(seen)
-        actions, acted = _tree(acted)
+        self._observations = _tree(key for key in here if keys.next_key(key) in self.views)
+        seen = [key for _, key in keys.leaves(self._observations, "")]
+        actions = _tree(key for key in here if key not in seen)
+        acted = [key for _, key in keys.leaves(actions, "")]
         # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
-        self._actions: Tree = actions["action"] if [*actions] == ["action"] else actions
-        self._next_places = [place(keys.next_key(key), f"next {key!r}") for key in seen]
+        self._actions = actions["action"] if [*actions] == ["action"] else actions
+        self._next_places = [self._place(keys.next_key(key), f"next {key!r}") for key in seen]
         self._places = [
-            place(keys.TERMINATED, "terminateds"),
-            place(keys.TRUNCATED, "truncateds"),
-            place(keys.REWARD, "rewards"),
-            *(place(key, f"observations {key!r}") for key in seen),
-            *(place(key, f"actions {key!r}") for key in acted),
+            self._place(keys.TERMINATED, "terminateds"),
+            self._place(keys.TRUNCATED, "truncateds"),
+            self._place(keys.REWARD, "rewards"),
+            *(self._place(key, f"observations {key!r}") for key in seen),
+            *(self._place(key, f"actions {key!r}") for key in acted),
             *self._next_places,
         ]
-        self._infos = {key: place(key, f"infos {key!r}") for key in keys_of_infos}
+        self._infos = {key: self._place(key, f"infos {key!r}") for key in info_keys}
         known = {keys.DONE, *self._infos, *(each.key for each in self._places)}
-        if lost := [key for key in views if key not in known]:
+        if lost := [key for key in self.views if key not in known]:
             raise KeyError(f"the rows hold {lost}, which a step of a loop does not: use extend().")
-        self._flags = views[keys.TERMINATED][:, 0], views[keys.TRUNCATED][:, 0]
-        self._stored_done = views[keys.DONE][:, 0]
-        #: `[E]` which episodes end with this step.
-        self.done = np.zeros(num_envs, bool)
-        self._choices = [
-            (key, views[key], it.first, it.first + it.number)
-            for key, it in choices.items()
-            if key in views
+        self._flags = [
+            self.views[key][:, 0].numpy() for key in (keys.TERMINATED, keys.TRUNCATED, keys.DONE)
         ]
-        self._lanes, self._offsets = np.arange(num_envs), np.arange(num_envs + 1)
-        self._cut = np.zeros(num_envs, bool)
+        self._choices = [
+            (key, self.views[key].numpy(), *limits)
+            for key, limits in choices.items()
+            if key in self.views
+        ]
 
-    def put(self, step: Sequence[Any], lanes: np.ndarray | None) -> None:
+    def _place(self, key: NestedKey, name: str) -> _Place:
+        return _Place(self.layout.field(key), self.views[key], name, self.is_vector)
+
+    def put(self, step: Sequence[Any]) -> None:
         """Takes the seven values of a step but its infos.
 
         Args:
             step: observations, actions, rewards, terminateds, truncateds, infos, next observations.
-            lanes: the environments that made a transition; None is all.
 
         Raises:
             KeyError, TypeError, ValueError: a value does not fit, or an action is not in its space.
@@ -115,20 +265,19 @@ class Staging:
                 place.target[...] = value
             else:
                 place.set(place.all, value)
-        np.logical_or(*self._flags, out=self.done)
-        self._stored_done[...] = self.done
+        terminated, truncated, done = self._flags
+        np.logical_or(terminated, truncated, out=self.done)
+        done[...] = self.done
         for key, taken, low, end in self._choices:
             if taken.size == 1:
-                is_strange = not low <= taken.item() < end
+                is_known = low <= taken.item() < end
             else:
-                is_strange = ((taken < low) | (taken >= end)).any()
-            if is_strange:
-                chosen = taken if lanes is None else taken[lanes]
-                if ((chosen < low) | (chosen >= end)).any():
-                    raise ValueError(
-                        f"{key!r} must be from {low} up to {end} (exclusive), got {chosen.tolist()}: "
-                        "pass the action that `step` was given."
-                    )
+                is_known = ((taken >= low) & (taken < end)).all()
+            if not is_known:
+                raise ValueError(
+                    f"{key!r} must be from {low} up to {end} (exclusive), got {taken.tolist()}: "
+                    "pass the action that `step` was given."
+                )
 
     def put_final(self, lane: int, observation: Any) -> None:
         """Takes the last observation of an environment in the place of the first of a new episode."""
@@ -136,94 +285,69 @@ class Staging:
         for place, value in zip(self._next_places, values, strict=True):
             place.set(lane, value)
 
-    def put_info(self, key: NestedKey, lanes: np.ndarray | None, value: Any) -> None:
-        """Takes an entry of the infos of some environments, or of all."""
+    def put_info(self, key: NestedKey, value: Any) -> None:
+        """Takes an entry of the infos."""
         place = self._infos[key]
-        place.set(place.all if lanes is None else lanes, value)
-
-    def block(self, lanes: np.ndarray | None) -> Block:
-        """Returns the step as a block, valid until the next step is put."""
-        self._cut[:] = False  # who writes the block marks gaps in it
-        if lanes is None:
-            return Block(self._lanes, self._offsets, self._words, self.done, self._cut)
-        L = len(lanes)
-        return Block(
-            *(lanes, self._offsets[: L + 1], self._words[lanes], self.done[lanes], self._cut[:L])
-        )
+        place.set(place.all, value)
 
 
 class _Place:
     """Where the values of a field go, and which are copied there as they are."""
 
-    def __init__(self, field: Any, view: Any, name: str, is_vector: bool) -> None:
+    def __init__(self, field: Any, view: torch.Tensor, name: str, is_vector: bool) -> None:
         self.key, self._field, self._view, self._name = field.key, field, view, name
-        self._is_lossy = field.key == keys.REWARD
+        self._is_reward = field.key == keys.REWARD
         #: The rows of all environments; of the single one if values have no leading dimension.
         self.all: Any = slice(None) if is_vector else 0
-        is_scalar = field.key in _OUTCOMES and field.shape == (1,)
         #: Where values of `shape` and one of `dtypes` are copied as they are, and plain `numbers`.
-        self.target = view[self.all, ..., 0] if is_scalar else view[self.all, ...]
-        self.shape = tuple(self.target.shape)
+        self.target: Any = view[self.all]
         self.dtypes: frozenset[Any] = frozenset()
         self.numbers: frozenset[type] = frozenset()
         # Views of what NumPy has no dtype for are tensors, and stacks are kept as frames.
-        if isinstance(view, np.ndarray) and view.shape[1:] == field.shape:
-            self.dtypes = _REALS if self._is_lossy else frozenset({view.dtype})
-            if not self.shape:
-                self.numbers = _FLOATS if self._is_lossy else _NUMBERS.get(view.dtype, self.numbers)
+        if field.dtype in TORCH_TO_NUMPY and not field.stack:
+            is_scalar = field.key in OUTCOME_FIELDS and field.shape == (1,)
+            self.target = (
+                view.numpy()[self.all, ..., 0] if is_scalar else view.numpy()[self.all, ...]
+            )
+            dtype = self.target.dtype
+            self.dtypes = _REALS if self._is_reward else frozenset({dtype})
+            if not self.target.shape:
+                self.numbers = _FLOATS if self._is_reward else _NUMBERS.get(dtype, self.numbers)
+        self.shape = tuple(self.target.shape)
 
     def set(self, rows: Any, value: Any) -> None:
-        """Takes any value that the field can hold, of one or of some environments.
+        """Takes any value that the field can hold, of one environment or of all.
 
         Raises:
             TypeError, ValueError: it can't.
         """
-        target, field = self._view[rows], self._field
-        shape = (*target.shape[: len(target.shape) - self._view.ndim + 1], *field.shape)
-        found = as_field(value, field.dtype, shape, self._name, lossy=self._is_lossy)
-        found = found.cpu().reshape(target.shape)
-        self._view[rows] = found if isinstance(target, torch.Tensor) else found.numpy()
-
-
-def _view(layout: Layout, key: NestedKey, rows: torch.Tensor) -> Any:
-    """Returns a view of a field, or of the frames of a stack, as an array where NumPy has the dtype."""
-    field = layout.field(key)
-    if field.stack is None:
-        view = layout.views(rows)[key]
-    else:
-        view = layout.frames_of(field, rows)
-        if place := field.stack.dim % len(field.shape):
-            view = view.movedim(1, 1 + place)
-    return view.numpy() if field.dtype in TORCH_TO_NUMPY else view
+        field, target = self._field, self._view[rows]
+        shape = field.shape if isinstance(rows, int) else (len(target), *field.shape)
+        found = as_field(value, field.dtype, shape, self._name, is_rounded=self._is_reward)
+        target.copy_(field.stack.frames(found, field.shape) if field.stack else found)
 
 
 def _named(observations: Any) -> Any:
-    """Returns observations as a dictionary, with the names of TorchRL's environments."""
-    if type(observations) is not dict and not isinstance(observations, Mapping):
-        return {"observation": observations}
-    if "state" in observations and "observation" not in observations:
-        return {
-            "observation" if name == "state" else name: observations[name] for name in observations
-        }
-    return observations
+    """Returns observations as a dictionary."""
+    if type(observations) is dict or isinstance(observations, Mapping):
+        return observations
+    return {"observation": observations}
 
 
-def _tree(found: Iterable[NestedKey]) -> tuple[dict[str, Any], list[NestedKey]]:
-    """Returns the names of nested dictionaries that hold these keys, and the keys in their order."""
-    tree = keys.nested((keys.key_path(key), key) for key in found)
-    ordered = [key for _, key in keys.leaves(tree, "")]
-    return keys.nested((keys.key_path(key), None) for key in ordered), ordered
+def _tree(found: Iterable[NestedKey]) -> dict[str, Any]:
+    """Returns keys by the names of nested dictionaries."""
+    return keys.nested((keys.key_path(key), key) for key in found)
 
 
-def _values(tree: Tree, values: Any, argument: str) -> list[Any]:
-    """Returns the values of nested dictionaries with exactly the names of a tree.
+def _values(tree: Any, values: Any, argument: str) -> list[Any]:
+    """Returns the values of nested dictionaries with exactly the names of a tree, which ends in keys.
 
     Raises:
         KeyError: an entry is missing.
         TypeError: a value is not a dictionary where the tree has one.
         ValueError: there are entries that the tree lacks.
     """
-    if tree is None:
+    if type(tree) is not dict:
         return [values]
     # An isinstance check against Mapping takes longer than the reading.
     if type(values) is not dict and not isinstance(values, Mapping):
@@ -235,5 +359,6 @@ def _values(tree: Tree, values: Any, argument: str) -> list[Any]:
         raise kind(f"{argument} must have the keys {[*tree]}, got {sorted(map(str, values))}.")
     found: list[Any] = []
     for name, branch in tree.items():
-        found += [values[name]] if branch is None else _values(branch, values[name], argument)
+        value = values[name]
+        found += _values(branch, value, argument) if type(branch) is dict else [value]
     return found

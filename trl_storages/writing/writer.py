@@ -23,8 +23,8 @@ from trl_storages.refused import refuse_stock
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
-from trl_storages.writing.lanes import Places, all_lanes, in_order, route
-from trl_storages.writing.rows import Rows, entries_in, num_steps_of
+from trl_storages.writing.lanes import Places, all_lanes, in_order, num_steps_of, route
+from trl_storages.writing.staging import Rows, entries_in
 
 __all__ = ["EpisodeWriter"]
 
@@ -152,33 +152,38 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
         found, batch = entries_in(arguments.steps("data", data)), data.batch_size
+        if not batch.numel():
+            raise ValueError(f"there must be steps to write, got a batch {[*batch]}.")
+        rows = self._rows_for(data, found, batch)
+        rows.fill(found)
         numbers: Any = found.get(self.traj_key)
         if numbers is not None:
             numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
-        is_routed = lanes is None and numbers is not None and len(batch) == 1 < self.num_envs
-        if lanes is not None:
-            which = np.array(named_lanes(lanes, self.num_envs), np.int64)
-            places = in_order(which, num_steps_of(batch, len(which)))
-        elif not (is_routed and len(numbers)):
-            places = all_lanes(self.num_envs, num_steps_of(batch, self.num_envs))
-        rows = self._rows_for(data, found, batch)
-        rows.fill(found)
-        if is_routed:
-            places = route(
-                *(numbers, torch.as_tensor(rows.done).cpu().numpy()),
-                held=self._trajectory,
-                is_open=self._storage.episodes.is_open,
-                last_written=self._written_at,
-            )
-        if numbers is not None and places.order is not None:
-            numbers = numbers[places.order]
-        cut = self._cut(numbers, places, len(rows.done))
-        slots = self.append(rows.block(*places, cut), rows.layout)
+        places, cut = self._places(rows, lanes, numbers), None
+        if numbers is not None:
+            numbers = numbers if places.order is None else numbers[places.order]
+            cut = self._cut(numbers, places)
+        slots = self.append(rows.block(places, cut), rows.layout)
         if numbers is not None:
             self._trajectory[places.which] = numbers[places.offsets[1:] - 1]
         if places.order is not None:
-            slots = torch.empty_like(slots).index_copy_(0, torch.from_numpy(places.order), slots)
+            slots = slots[torch.from_numpy(places.order.argsort())]
         return slots if len(batch) == 1 else slots.view(batch)
+
+    def _places(self, rows: Rows, lanes: Lanes, numbers: np.ndarray | None) -> Places:
+        """Returns where rows go, which may have the numbers of their trajectories."""
+        E, batch = self.num_envs, rows.batch
+        if lanes is not None:
+            which = np.array(named_lanes(lanes, E), np.int64)
+            return in_order(which, num_steps_of(batch, len(which)))
+        if numbers is None or len(batch) != 1 or E == 1:
+            return all_lanes(E, num_steps_of(batch, E))
+        return route(
+            *(numbers, torch.as_tensor(rows.done).cpu().numpy()),
+            held=self._trajectory,
+            is_open=self._storage.episodes.is_open,
+            last_written=self._written_at,
+        )
 
     def _rows_for(
         self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor], batch: torch.Size
@@ -235,14 +240,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 "primer (make_tensordict_primer()) is part of the storage's environment."
             )
 
-    def _cut(self, numbers: np.ndarray | None, places: Places, size: int) -> np.ndarray:
+    def _cut(self, numbers: np.ndarray, places: Places) -> np.ndarray:
         """Returns `[N]` where trajectories change, in the order of their places."""
-        cut = np.zeros(size, bool)
-        if numbers is not None:
-            cut[1:] = numbers[1:] != numbers[:-1]
-            # The first row of a lane goes on with the lane's last trajectory, or with none.
-            first = places.offsets[:-1]
-            cut[first] = numbers[first] != self._trajectory[places.which]
+        cut = np.append(False, numbers[1:] != numbers[:-1])
+        # The first row of a lane goes on with the lane's last trajectory, or with none.
+        first = places.offsets[:-1]
+        cut[first] = numbers[first] != self._trajectory[places.which]
         return cut
 
     # Steps as blocks
