@@ -33,7 +33,7 @@ from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.flow import Flow, draw_episodes, read, undisturbed
 from trl_storages.replay.loader import Ahead, make_loader
 from trl_storages.replay.remote import StorageHandle, on_ray
-from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume, state_of
+from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
     HERSampler,
@@ -755,7 +755,8 @@ class ReplayStorage(
         Batches that were drawn ahead are not part of it.
         """
         with self._ahead.paused(), self._replay_lock, self._write_lock:
-            return copy.deepcopy(state_of(self))
+            rest = rest_of(self)  # first, as it gives new rows their priorities
+            return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
     def load_state_dict(self, state_dict: State) -> None:
         """Goes on from what `state_dict` returned, parameters included.
