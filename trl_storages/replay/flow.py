@@ -1,6 +1,6 @@
-"""The way of a batch: sampler, sample unit, rows, transforms.
+"""The way of a batch: sampler, sample unit, rows, transforms; and back, as priorities.
 
-Letters: B batch.
+Letters: B batch, N its rows where they are of n sequences, S rows of a sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, pad
 from tensordict.utils import expand_as_right
@@ -20,12 +19,14 @@ from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.refused import refuse_stock
-from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
+from trl_storages.samplers import REDUCTIONS, EpisodeSequence, HERSampler, OwnSampler
 from trl_storages.transforms import ReplayTransform, parts_of
 
-__all__ = ["Flow", "draw_episodes", "read", "undisturbed"]
+__all__ = ["Flow", "draw_episodes", "drawn_priorities", "one_each", "read", "undisturbed"]
 
-Slots = tuple[torch.Tensor, dict[Any, torch.Tensor]]
+Entries = dict[Any, torch.Tensor]
+#: A batch, what sampler and sample unit say of its rows, and all slots that were read, `[*, B]` each.
+Drawn = tuple[TensorDictBase, Entries, list[torch.Tensor]]
 
 
 class Flow:
@@ -47,13 +48,14 @@ class Flow:
 
     def __init__(self, sampler: Sampler, unit: EpisodeSequence | None, transform: Compose) -> None:
         layers = sampler.layers if isinstance(sampler, OwnSampler) else []
-        self._slots: Callable[..., Slots] = sampler.sample if layers else partial(_live, sampler)
+        self._slots: Callable[..., tuple[torch.Tensor, Entries]] = (
+            sampler.sample if layers else partial(_live, sampler)
+        )
         self._unit, self.num_steps = unit, 1 if unit is None else unit.num_steps
         self.num_transforms, parts = len(transform), parts_of(transform)
         replayed = [part for part in parts if isinstance(part, ReplayTransform)]
         self.others = [part for part in parts if not isinstance(part, ReplayTransform)]
-        for part in self.others:
-            refuse_stock(part)
+        refuse_stock(*self.others)
         self._unwritten = _unwritten(layers, replayed)
         # Those that need nothing more are not asked each time.
         prepared = [it for it in replayed if type(it).prepare is not ReplayTransform.prepare]
@@ -63,9 +65,7 @@ class Flow:
             for part in parts
         ]
 
-    def draw(
-        self, storage: PackedStorage, batch_size: int
-    ) -> tuple[TensorDictBase, dict[Any, torch.Tensor], list[torch.Tensor]]:
+    def draw(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draws a batch `[B]`.
 
         Returns:
@@ -91,7 +91,9 @@ class Flow:
         return rows.tensordict(), info, rows.read
 
 
-def _live(sampler: Sampler, storage: PackedStorage, batch_size: int) -> Slots:
+def _live(
+    sampler: Sampler, storage: PackedStorage, batch_size: int
+) -> tuple[torch.Tensor, Entries]:
     """Draws by a sampler of the user's.
 
     Raises:
@@ -118,58 +120,39 @@ def _unwritten(layers: list[OwnSampler], parts: list[ReplayTransform]) -> list[N
     return [key for key in drawn if key not in written and None not in written]
 
 
-Entries = dict[Any, torch.Tensor]
-# A batch, what samplers say of its rows, and all slots that were read.
-Drawn = tuple[TensorDictBase, Entries, list[torch.Tensor]]
-
-
 def undisturbed(
-    storage: PackedStorage, draw: Callable[[], Drawn], num_steps: int = 1
+    flow: Flow, storage: PackedStorage, batch_size: int
 ) -> tuple[TensorDictBase, Entries]:
-    """Draws a batch, all rows of which were live until they were read, with all rows that they needed.
+    """Draws a batch beside a writer, all rows of which were live until all that they need was read.
 
     Those that were not come from further batches. So a reader gets on, however fast the writer is.
-
-    Args:
-        storage: holds the rows.
-        draw: returns B rows, what samplers say of them, and which slots were read, `[*, B]` each.
-        num_steps: how many rows belong together, one behind another.
     """
-    seen = storage.look()
-    batch, info, slots = draw()
-    gone = _gone(storage, seen, slots, num_steps)
-    while gone is not None and gone.any():
-        seen = storage.look()
-        other, more, slots = draw()
-        again = _gone(storage, seen, slots, num_steps)
-        taken = gone if again is None else gone & ~again
+    batch, info, gone = _looked_at(flow, storage, batch_size)
+    while gone.any():
+        other, others, is_gone = _looked_at(flow, storage, batch_size)
         if len(gone) != batch.numel():  # a transform has made something else of the rows
-            taken = torch.zeros_like(gone)
-            if again is None or not again.any():
-                return other, more
+            batch, info, gone = other, others, is_gone
+            continue
+        taken = gone & ~is_gone
         batch = torch.where(taken.view(batch.batch_size).to(other.device), other, batch)
-        info = {key: _merged(taken, more[key], value) for key, value in info.items()}
+        for key, value in info.items():
+            info[key] = torch.where(expand_as_right(taken, value), others[key], value)
         gone &= ~taken
     return batch, info
 
 
-def _gone(
-    storage: PackedStorage, seen: np.ndarray | None, slots: list[torch.Tensor], num_steps: int
-) -> torch.Tensor | None:
-    """Returns of which rows `[B]` something gave way; None if nothing could."""
-    if seen is None:
-        return None
+def _looked_at(flow: Flow, storage: PackedStorage, batch_size: int) -> tuple[Any, Entries, Any]:
+    """Draws a batch, and says of which of its rows `[B]` something may have given way."""
+    seen: Any = storage.look()
+    batch, info, slots = flow.draw(storage, batch_size)
     found = torch.zeros_like(slots[0], dtype=torch.bool)
     for read in slots:
         gone = storage.gave_way(seen, read)
         # What was read of other rows may have been for any.
         is_of_rows = gone.shape[-1:] == found.shape
         found |= gone.reshape(-1, len(found)).any(0) if is_of_rows else gone.any()
-    return found.view(-1, num_steps).any(1).repeat_interleave(num_steps)
-
-
-def _merged(mask: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask.view(-1, *(1 for _ in one.shape[1:])).to(one.device), one, other)
+    S = flow.num_steps
+    return batch, info, found.view(-1, S).any(1).repeat_interleave(S)
 
 
 def read(storage: PackedStorage, index: Any) -> Any:
@@ -183,9 +166,8 @@ def read(storage: PackedStorage, index: Any) -> Any:
         return read(storage, slice(None))[index]
     if isinstance(index, slice):
         seen = storage.look()
-        slots = storage.episodes.slots_by_age()
-        slots = slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)]
-        batch, gone = storage.read(slots, seen)
+        by_age = storage.episodes.slots_by_age().numpy()
+        batch, gone = storage.read(torch.from_numpy(by_age[index].copy()), seen)
         return batch if gone is None else batch[~gone]
     slots = arguments.values("index", index).cpu()
     if slots.dtype is torch.bool:
@@ -207,19 +189,18 @@ def draw_episodes(
     """
     parts: list[TensorDictBase] = []
     while (missing := n - sum(map(len, parts))) > 0:
-        seen = storage.look()
-        batch, gone = _draw_episodes(storage, seen, missing, generator)
-        parts.append(batch if gone is None else batch[~gone])
+        parts.append(_draw_episodes(storage, missing, generator))
+    if len(parts) == 1:
+        return parts[0]
     longest = max(part.shape[1] for part in parts)
-    padded = [pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts]
-    return torch.cat(padded) if len(parts) > 1 else parts[0]
+    return torch.cat([pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts])
 
 
 def _draw_episodes(
-    storage: PackedStorage, seen: Any, n: int, generator: torch.Generator | None
-) -> tuple[TensorDictBase, torch.Tensor | None]:
-    """Returns episodes `[n, T]`, and which of them `[n]` gave way."""
-    episodes = storage.episodes
+    storage: PackedStorage, n: int, generator: torch.Generator | None
+) -> TensorDictBase:
+    """Returns those of n drawn episodes that did not give way meanwhile."""
+    episodes, seen = storage.episodes, storage.look()
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max())).expand(n, -1)
@@ -227,8 +208,67 @@ def _draw_episodes(
     slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
     batch, gone = storage.read(slots, seen)
     mask = (step < length[:, None]).to(storage.device)
-    batch = batch.apply(
-        lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
-    )
+    batch = batch.masked_fill_(~mask, 0)
     batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
-    return batch, None if gone is None else gone.any(1)
+    return batch if gone is None else batch[~gone.any(1)]
+
+
+# The way back
+
+
+def drawn_priorities(
+    data: TensorDictBase,
+    priority_key: NestedKey,
+    priority: torch.Tensor | None,
+    reduction: str,
+    num_steps: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns the drawn slots, their new priorities, and the steps that they were drawn as.
+
+    Args:
+        data: a sampled batch of any batch size; sequences as `[n * S]` or `[n, S]`, or with batch size
+            `[n]` and entries `[n, S, ...]`.
+        priority_key: entry of the priorities.
+        priority: the priorities if they are not an entry of `data`. One per row (`[N]`, `[n, S]`) or one
+            per sequence (`[n]`); trailing dimensions are allowed.
+        reduction: how several values of one row become one: "max", "min", "mean" or "median".
+        num_steps: S; the anchor gets the largest priority of its sequence's valid learning steps.
+
+    Raises:
+        KeyError: the batch lacks the priorities, or the entries that say which rows were drawn.
+        ValueError: the priorities do not fit the rows, as `[N, N]` does not that comes of `[N]` and
+            `[N, 1]`; or the batch does not consist of whole sequences.
+    """
+    anchors = data.get(keys.ANCHOR_INDEX, None)
+    slots = data[keys.INDEX] if anchors is None else anchors
+    priority = data[priority_key] if priority is None else priority
+    # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
+    rows, given, priority = slots.shape, priority.shape, priority.detach()
+    num_rows, S = rows.numel(), 1 if anchors is None else num_steps
+    shape = num_rows // S, S
+    is_of_sequences = anchors is not None and given in ((shape[0],), (shape[0], 1))
+    is_of_rows = any(given[: len(size)] == size for size in (rows, (num_rows,), shape))
+    is_spread = num_rows > 1 and given.numel() == num_rows**2
+    if num_rows % S or not (is_of_sequences or (is_of_rows and not is_spread)):
+        raise ValueError(
+            f"there must be one priority a row, {[*rows]}, or one for all {S} rows of a sequence, got "
+            f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
+        )
+    steps = data.get(keys.PRIORITY_STAMP, None)
+    if anchors is None:
+        return slots, one_each(priority, num_rows, reduction), steps
+    steps = None if steps is None else steps.reshape(shape)[:, 0]
+    if is_of_sequences:
+        values = priority.reshape(-1, 1)
+    else:
+        values = one_each(priority, num_rows, reduction).reshape(shape)
+        learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
+        values = torch.where(learnt.reshape(shape), values, 0)
+    return slots.reshape(shape)[:, 0], values.amax(1), steps
+
+
+def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
+    """Reduces the values of each row to one, `[N]`."""
+    if priority.numel() == num_rows:
+        return priority.flatten()
+    return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)

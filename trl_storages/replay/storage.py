@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,15 @@ from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.refused import Refusing, refuse_stock
-from trl_storages.replay.batch_priorities import drawn_priorities, one_each
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import Flow, draw_episodes, read, undisturbed
+from trl_storages.replay.flow import (
+    Flow,
+    draw_episodes,
+    drawn_priorities,
+    one_each,
+    read,
+    undisturbed,
+)
 from trl_storages.replay.loader import Ahead, make_loader
 from trl_storages.replay.remote import StorageHandle, on_ray
 from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
@@ -543,9 +548,9 @@ class ReplayStorage(
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
-        if storage.path is None:  # whoever else writes waits for the locks
+        if storage.path is None or storage.writes:  # whoever else writes waits for the locks
             return flow.draw(storage, batch_size)[:2]
-        return undisturbed(storage, partial(flow.draw, storage, batch_size), flow.num_steps)
+        return undisturbed(flow, storage, batch_size)
 
     def _current_flow(self) -> Flow:
         flow = self._flow
