@@ -6,6 +6,7 @@ TorchRL's `RayReplayBuffer` is the handle of the actor; passed to another proces
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -45,10 +46,8 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
 
     has_gpu = False
 
-    def client(self) -> Any:
+    def client(self) -> StorageClient:
         """Returns what other processes call the storage by."""
-        if self.transport_kind == "distributed":
-            return super().client()
         return StorageClient(self._rb, has_gpu=self.has_gpu)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
@@ -60,10 +59,7 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
         """Updates the priorities of a drawn batch, as `ReplayStorage.update_tensordict_priority`."""
-        if priority is None:
-            super().update_tensordict_priority(data)
-        else:
-            self.client().update_tensordict_priority(data, priority)
+        self.client().update_tensordict_priority(data, priority)
 
     def __getattr__(self, name: str) -> Any:
         if name[0] == "_":
@@ -71,19 +67,13 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         return getattr(self.client(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARAMETERS:
-            setattr(self.client(), name, value)
-        else:
-            super().__setattr__(name, value)
+        holder = self.client() if name in PARAMETERS else super()
+        holder.__setattr__(name, value)
 
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (self.client(),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(StorageClient, has_gpu=self.has_gpu), (self._rb,)
 
     __repr__ = object.__repr__
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def on_ray(
@@ -129,12 +119,10 @@ class _InActor:
     def __init__(
         self,
         *args: Any,
-        delayed_init: bool = False,
+        delayed_init: bool = False,  # TorchRL's handle names it
         transform_factory: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        # TorchRL's handle says `delayed_init`; this process is the one the storage stays in.
-        del delayed_init
         for name in ("storage", "writer", "sampler"):
             if callable(options.get(name)):
                 options[name] = options[name]()
@@ -155,9 +143,17 @@ class _InActor:
                 self.episodes.end_episodes()
         return slots
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, **_: Any) -> Any:
-        batch, info = super().sample(batch_size, True)  # type: ignore[misc]
-        return (_alone(batch), info) if return_info else _alone(batch)
+    def record(self, *step: Any, **named: Any) -> NoReturn:
+        raise RuntimeError(
+            "a single step must say whose it is, and in a Ray actor any process may call: use "
+            "extend(steps, lanes=[lane]), each process with its own, or extend(whole_episodes)."
+        )
+
+    add = record
+
+    def sample(self, *args: Any, **options: Any) -> Any:
+        found = super().sample(*args, **options)  # type: ignore[misc]
+        return (_alone(found[0]), found[1]) if isinstance(found, tuple) else _alone(found)
 
     def sample_episodes(self, n: int) -> Any:
         return _alone(super().sample_episodes(n))  # type: ignore[misc]
@@ -171,13 +167,7 @@ class _InActor:
     def set_parameter(self, name: str, value: Any) -> None:
         setattr(self, name, value)
 
-    def add(self, data: TensorDictBase) -> NoReturn:
-        _refuse("add")
-
-    def record(self, *step: Any, **named: Any) -> NoReturn:
-        _refuse("record")
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Of a method that returns the storage: its rows stay here.
         return type(None), ()
 
@@ -185,10 +175,3 @@ class _InActor:
 def _alone(batch: Any) -> Any:
     """Returns a batch whose entries have memory of their own: each would be sent with its block."""
     return batch.apply(torch.clone) if isinstance(batch, TensorDictBase) else batch.clone()
-
-
-def _refuse(method: str) -> NoReturn:
-    raise RuntimeError(
-        f"{method}() must know whose step it is given, and in a Ray actor any process may call it: "
-        "call extend(steps, lanes=[lane]), each process with its own, or extend(whole_episodes)."
-    )
