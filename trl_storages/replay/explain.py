@@ -5,15 +5,17 @@ Letters: B samples of a batch, flattened; A agents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import keys
 from trl_storages.arguments import counted
 from trl_storages.index import EpisodeIndex
+from trl_storages.samplers import HERSampler, layers_of
 
 __all__ = ["Explanation", "explain"]
 
@@ -80,11 +82,7 @@ def _cell(value: float | list[Any]) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def explain(
-    batch: TensorDictBase,
-    episodes: EpisodeIndex,
-    goal_keys: Iterable[NestedKey] = (keys.DESIRED_GOAL,),
-) -> Explanation:
+def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> Explanation:
     """Reports for each sample which row it is and how it was transformed.
 
     The columns, int64 unless noted; the last four groups appear only if the batch holds their entries:
@@ -104,7 +102,7 @@ def explain(
     Args:
         batch: a sampled batch with its `index`, whose rows have not been overwritten since.
         episodes: the index of the storage that it was sampled from.
-        goal_keys: the goals that may have been drawn for it.
+        sampler: that of the storage, which may have drawn goals.
 
     Raises:
         KeyError: the batch has no `index`.
@@ -126,7 +124,9 @@ def explain(
     for name, key in _OPTIONAL:
         if (column := _column(batch, key)) is not None:
             columns[name] = column
-    for key in goal_keys:
+    # The batch may have been drawn before the sampler was replaced.
+    drawn = [layer.goal_key for layer in layers_of(sampler) if isinstance(layer, HERSampler)]
+    for key in dict.fromkeys([keys.DESIRED_GOAL, *drawn]):
         goals, mask = (_column(batch, entry) for entry in keys.goal_entries(key))
         if goals is not None and mask is not None:
             name = "goal" if key == keys.DESIRED_GOAL else ".".join(keys.key_path(key))

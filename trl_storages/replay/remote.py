@@ -5,7 +5,7 @@ TorchRL's `RayReplayBuffer` is the handle of the actor; passed to another proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from trl_storages._torchrl import RayClient
 from trl_storages.arguments import Strict
 from trl_storages.replay.state import PARAMETERS
 
-__all__ = ["StorageClient", "StorageHandle", "in_actor", "on_ray"]
+__all__ = ["StorageClient", "StorageHandle", "in_actor"]
 
 
 class StorageClient(Strict, RayClient):  # type: ignore[misc]
@@ -42,7 +42,10 @@ class StorageClient(Strict, RayClient):  # type: ignore[misc]
 
 
 class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
-    """What `service_backend="ray"` returns: the handle of a storage in an actor, with all its methods."""
+    """What `service_backend="ray"` returns: the handle of a storage in an actor, with all its methods.
+
+    Args as in `RayReplayBuffer`, and those of the storage.
+    """
 
     has_gpu = False
 
@@ -74,20 +77,6 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         return partial(StorageClient, has_gpu=self.has_gpu), (self._rb,)
 
     __repr__ = object.__repr__
-
-
-def on_ray(
-    storage_class: type, *args: Any, options: Mapping[str, Any], **named: Any
-) -> StorageHandle:
-    """Makes a storage in an actor.
-
-    Args:
-        storage_class: a `ReplayStorage`.
-        *args: of its constructor.
-        options: `remote_config` and `ray_init_config`, as in `RayReplayBuffer`.
-        **named: of its constructor, or of `RayReplayBuffer`.
-    """
-    return StorageHandle(*args, replay_buffer_cls=in_actor(storage_class), **options, **named)
 
 
 def in_actor(storage_class: type) -> type:

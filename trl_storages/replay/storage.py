@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import get_spawning_popen
@@ -21,7 +20,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import arguments, keys
+from trl_storages import arguments
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
@@ -37,11 +36,10 @@ from trl_storages.replay.flow import (
     undisturbed,
 )
 from trl_storages.replay.loader import Ahead, make_loader
-from trl_storages.replay.remote import StorageHandle, on_ray
+from trl_storages.replay.remote import StorageHandle, in_actor
 from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
-    HERSampler,
     PERSampler,
     UniformSampler,
     checked_priorities,
@@ -59,9 +57,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
-
-# Seconds between two looks of a draw that waits for rows.
-_PAUSE = 0.005
 
 
 class ReplayStorage(
@@ -91,7 +86,6 @@ class ReplayStorage(
         priority_key: entry of written steps, and of batches, that holds their priorities.
         pin_memory: whether batches are in pinned memory.
         shared: whether to `share()` at once.
-        transport: how a storage in an actor is reached; see `TensorDictReplayBuffer`.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
@@ -113,6 +107,7 @@ class ReplayStorage(
     # What the constructor of TorchRL's buffers sets, as its other methods read it.
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
+    _accepts_transport_backend = False
     _write_lock: AbstractContextManager[Any] = nullcontext()
 
     n_step = Parameter("n of the n-step returns, of `NStep`.")
@@ -144,15 +139,11 @@ class ReplayStorage(
         priority_key: NestedKey = "td_error",
         pin_memory: bool = False,
         shared: bool = False,
-        transport: str | None = None,
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # TorchRL's metaclass has seen to them.
-        del service_backend, service_backend_options
-        arguments.optional(arguments.choice, "transport", transport, ("auto", "direct"))
-        for part in (storage, writer, sample_unit):
-            refuse_stock(part)
+        # TorchRL's metaclass sees to the backend.
+        refuse_stock(storage, writer, sample_unit)
         arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
         arguments.optional(arguments.instance, "writer", writer, EpisodeWriter)
         arguments.optional(arguments.instance, "recorder", recorder, Recorder)
@@ -172,13 +163,13 @@ class ReplayStorage(
         self._rng = arguments.generator("generator", generator)
         self._sampler = own_sampler(UniformSampler() if sampler is None else sampler)
         self._transform = transform if isinstance(transform, Compose) else Compose()
-        _check_transform(self._transform.eval())
+        refuse_stock(*parts_of(self._transform.eval()))
         if not isinstance(transform, Compose | None):
             self.append_transform(transform)
         prefetch = arguments.optional(arguments.integer, "prefetch", prefetch)
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
-        self._ahead = Ahead(self._draw_ahead, prefetch or 0)
+        self._prefetch_queue = Ahead(self._draw_ahead, prefetch or 0)
         self._is_epoch_over = False
         writer.register_storage(storage)
         self._attach(self._sampler)
@@ -195,7 +186,8 @@ class ReplayStorage(
         cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
     ) -> StorageHandle:
         arguments.choice("service_backend", service_backend, ("direct", "ray"))
-        return on_ray(cls, *args, options=service_backend_options, **options)
+        options |= service_backend_options
+        return StorageHandle(*args, replay_buffer_cls=in_actor(cls), **options)
 
     @classmethod
     def open(
@@ -249,19 +241,13 @@ class ReplayStorage(
         """Whether every slot holds a row, so that the next write evicts the oldest."""
         return bool(self.episodes.is_full)
 
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written, including overwritten ones."""
-        return int(self._writer.write_count)
-
     def parts(self) -> list[Any]:
         """Returns the samplers and the transforms."""
         return [*layers_of(self._sampler), *parts_of(self._transform)]
 
     @property
-    def _prioritized(self) -> PERSampler | None:
-        layer = layers_of(self._sampler)[-1]
-        return layer if isinstance(layer, PERSampler) else None
+    def _prioritized(self) -> Any:
+        return _prioritized(self._sampler)
 
     def __len__(self) -> int:
         self._storage.look()
@@ -271,18 +257,6 @@ class ReplayStorage(
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
         arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return len(self) > 0
-
-    def stats(self) -> dict[str, int | float | bool]:
-        """Returns numbers to monitor: size, capacity, utilization, write_count, prefetch_queue_size."""
-        size, capacity = len(self), self._storage.max_size
-        return {
-            "size": size,
-            "write_count": self.write_count,
-            "prefetch_queue_size": len(self._ahead),
-            "initialized": True,
-            "capacity": capacity,
-            "utilization": size / capacity,
-        }
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer, *parts_of(self._transform)]
@@ -318,14 +292,14 @@ class ReplayStorage(
         data = self._inverse(arguments.steps("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
-        sampler = None if update_priority is False else self._prioritized
+        sampler: Any = None if update_priority is False else self._prioritized
         priority = None if sampler is None else data.get(self.priority_key, None)
-        if sampler is not None and priority is not None:
+        if priority is not None:
             size = data.numel()
             priority = checked_priorities(one_each(priority, size, sampler.reduction), size)
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
-            if sampler is not None and priority is not None:
+            if priority is not None:
                 sampler.set_priorities(self._storage, slots, priority)
         return slots
 
@@ -335,12 +309,10 @@ class ReplayStorage(
         Returns:
             int64 slots of the batch size of `data`.
         """
-        if arguments.steps("data", data).ndim:
-            return self.extend(data)
-        if self._writer.num_envs > 1:
-            return self._writer.add(data)
-        slots = self.extend(data.unsqueeze(0))
-        return slots[0] if len(slots) else slots
+        if not arguments.steps("data", data).ndim and self._writer.num_envs > 1:
+            return self._writer.add(data)  # raises: it says not which lane it is of
+        slots = self.extend(data if data.ndim else data.unsqueeze(0))
+        return slots.view(data.batch_size) if len(slots) else slots
 
     def record(
         self,
@@ -405,10 +377,10 @@ class ReplayStorage(
         Raises:
             ValueError: there is no such lane. Nothing is changed then.
         """
-        named = None if lanes is None else [*named_lanes(lanes, self._writer.num_envs)]
+        named = [*named_lanes(lanes, self._writer.num_envs)]
         with self._replay_lock, self._write_lock:
             self._storage.end_episodes(named)
-            self._recorder.reset(lanes)
+            self._recorder.reset(named)
 
     def rewrite(self, index: torch.Tensor, values: Any) -> None:
         """Overwrites values of the step of some rows, such as rewards; see `PackedStorage.rewrite`."""
@@ -427,8 +399,8 @@ class ReplayStorage(
         """
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
-            self._ahead.drop()
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+            self._prefetch_queue.drop()
             self._storage.empty(keep_steps)
             self._writer._empty(empty_write_count)
             self._sampler._empty()
@@ -448,7 +420,7 @@ class ReplayStorage(
             ValueError: `prefetch` is set.
         """
         if arguments.flag("shared", shared) and not self.shared:
-            if self._ahead.number:
+            if self._prefetch_queue.number:
                 raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
             with self._replay_lock:
                 self._storage.share()
@@ -483,19 +455,12 @@ class ReplayStorage(
         self,
         batch_size: int | None = None,
         return_info: bool = False,
-        *,
-        wait: bool = False,
-        timeout: float | None = None,
-        cancel_event: Any = None,
     ) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
-            wait: whether to wait until rows are there.
-            timeout: for how many seconds at most; None waits for ever.
-            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -505,7 +470,6 @@ class ReplayStorage(
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
                 draws goals that no transform writes.
-            TimeoutError: no rows came in time.
         """
         size = self._batch_size
         if batch_size is not None:
@@ -514,37 +478,16 @@ class ReplayStorage(
             raise RuntimeError("a storage that is shut down draws nothing.")
         if size is None:
             raise RuntimeError("batch_size must be given to the storage, or to each sample.")
-        if wait and not self.wait_until_sampleable(
-            size, timeout=timeout, cancel_event=cancel_event
-        ):
-            raise TimeoutError(f"no batch of {size} could be drawn within {timeout} seconds.")
-        if self._ahead.number and size == self._batch_size:
-            batch, info, self._is_epoch_over = self._ahead.take()
+        if self._prefetch_queue.number and size == self._batch_size:
+            batch, info, self._is_epoch_over = self._prefetch_queue.take()
         else:
-            if self._ahead.number:  # so that a seed draws the same
+            if self._prefetch_queue.number:  # so that a seed draws the same
                 self.synchronize()
             with self._replay_lock, self._write_lock:
                 batch, info = self._sample(size)
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
-
-    def wait_until_sampleable(
-        self,
-        batch_size: int | None = None,
-        *,
-        timeout: float | None = None,
-        cancel_event: Any = None,
-    ) -> bool:
-        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
-        start = time.monotonic()
-        while not self.can_sample(batch_size):
-            if timeout is not None and time.monotonic() - start >= timeout:
-                return False
-            if cancel_event is not None and cancel_event.is_set():
-                return False
-            time.sleep(_PAUSE)
-        return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
@@ -611,7 +554,6 @@ class ReplayStorage(
         num_workers: int = 0,
         *,
         batch_size: int | None = None,
-        pin_memory: bool = False,
         seed: int | None = None,
         **options: Any,
     ) -> DataLoader[TensorDictBase]:
@@ -624,35 +566,32 @@ class ReplayStorage(
             num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
                 process, and raises as `sample` does while there are none.
             batch_size: B; None uses the constructor's.
-            pin_memory: whether batches arrive in pinned memory.
             seed: of the workers; None uses torch's default generator.
-            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
+            **options: as in `torch.utils.data.DataLoader`: pin_memory (where there is CUDA), ...
 
         Raises:
             RuntimeError: the rows are not in a directory, or none exists yet.
             ValueError: a number is too small, or no batch size is known.
         """
         with self._replay_lock:
-            return make_loader(self, num_workers, batch_size, pin_memory, seed, options)
+            return make_loader(self, batch_size, seed, {"num_workers": num_workers, **options})
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Draws batches, to the end of an epoch if the sampler draws in epochs."""
-        if self._batch_size is None:
-            raise RuntimeError("batch_size must be given to the storage to iterate over it.")
         while True:
             yield self.sample()
-            if self._is_epoch_over if self._ahead.number else self._sampler.ran_out:
+            if self._is_epoch_over if self._prefetch_queue.number else self._sampler.ran_out:
                 return
 
     def synchronize(self) -> None:
         """Waits for the batches that are being drawn ahead."""
-        with self._ahead.paused():
+        with self._prefetch_queue.paused():
             pass
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the thread that draws ahead; nothing is drawn afterwards."""
         self._service_shutdown = True
-        self._ahead.close()
+        self._prefetch_queue.close()
 
     # Parts
 
@@ -672,14 +611,12 @@ class ReplayStorage(
 
     def _attach(self, sampler: Any) -> None:
         """Raises a ValueError if a sampler by priority has no room for the rows."""
-        layer = layers_of(sampler)[-1]
-        if isinstance(layer, PERSampler):
+        if (layer := _prioritized(sampler)) is not None:
             layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draws with another generator from now on; None is torch's default one."""
-        self._rng = arguments.generator("generator", generator)
-        self._storage._rng = self._writer._rng = self._sampler._rng = self._rng
+        super().set_rng(arguments.generator("generator", generator))
 
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False
@@ -691,7 +628,7 @@ class ReplayStorage(
                 what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
             invert: whether to swap the directions: forward on writes, inverse on samples.
         """
-        _check_transform(arguments.function("transform", transform, "of a batch"))
+        refuse_stock(*parts_of(arguments.function("transform", transform, "of a batch")))
         # A batch that is drawn meanwhile must not see the transforms half changed.
         with self._replay_lock:
             super().append_transform(transform, invert=arguments.flag("invert", invert))
@@ -700,7 +637,7 @@ class ReplayStorage(
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
         index = arguments.integer("index", index, at_most=len(self._transform))
-        _check_transform(arguments.instance("transform", transform, Transform))
+        refuse_stock(*parts_of(arguments.instance("transform", transform, Transform)))
         with self._replay_lock:
             super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
         return self
@@ -759,7 +696,7 @@ class ReplayStorage(
 
         Batches that were drawn ahead are not part of it.
         """
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             rest = rest_of(self)  # first, as it gives new rows their priorities
             return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
@@ -770,9 +707,9 @@ class ReplayStorage(
             ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
                 layout, number of lanes, or with other parts. Nothing is changed then.
         """
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             adopt = parsed(self, state_dict)
-            self._ahead.drop()
+            self._prefetch_queue.drop()
             adopt()
 
     def dumps(self, path: Any) -> None:
@@ -789,7 +726,7 @@ class ReplayStorage(
             OSError: the disk is full, or the directory holds something else.
         """
         path = arguments.directory("path", path)
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             rest = to_json(rest_of(self))
             self._storage.dumps(path, rest)
 
@@ -837,9 +774,9 @@ class ReplayStorage(
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
-            state = {**self.__dict__, "prefetch": self._ahead.number}
-            own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+            state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
+            own: tuple[str, ...] = ("_prefetch_queue", "_flow", "_iterator", "_replay_lock", "_rng")
             if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
                 own += ("_write_lock", "shared")
                 # As bytes: tensors that are sent to a spawned process must outlive this call.
@@ -850,7 +787,7 @@ class ReplayStorage(
         rest, prefetch = state.pop("rest", None), state.pop("prefetch")
         self.__dict__.update(state)
         self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
-        self._ahead = Ahead(self._draw_ahead, prefetch)
+        self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         self._storage.is_replayed = True  # a copy of a directory knows nothing of the storage
         if rest is not None:
             parsed_rest(self, pickle.loads(rest))()
@@ -872,10 +809,7 @@ class ReplayStorage(
         """
         arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
-            # The batch may have been drawn before `set_sampler`.
-            layers = layers_of(self._sampler)
-            goals = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
-            return explain(batch, self.episodes, dict.fromkeys([keys.DESIRED_GOAL, *goals]))
+            return explain(batch, self.episodes, self._sampler)
 
     def validate(self) -> None:
         """Checks the tables against one another, and in a directory each row.
@@ -887,7 +821,7 @@ class ReplayStorage(
             self._storage.validate()
 
 
-def _check_transform(transform: Any) -> None:
-    """Raises a TypeError if a transform, or a part of it, is one of TorchRL's that would be wrong."""
-    for part in parts_of(transform):
-        refuse_stock(part)
+def _prioritized(sampler: Any) -> PERSampler | None:
+    """Returns the layer of a sampler that draws by priority, if one does."""
+    layer = layers_of(sampler)[-1]
+    return layer if isinstance(layer, PERSampler) else None
