@@ -247,7 +247,7 @@ class ReplayStorage(
 
     @property
     def _prioritized(self) -> Any:
-        return _prioritized(self._sampler)
+        return _layer_by_priority(self._sampler)
 
     def __len__(self) -> int:
         self._storage.look()
@@ -611,7 +611,7 @@ class ReplayStorage(
 
     def _attach(self, sampler: Any) -> None:
         """Raises a ValueError if a sampler by priority has no room for the rows."""
-        if (layer := _prioritized(sampler)) is not None:
+        if (layer := _layer_by_priority(sampler)) is not None:
             layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -821,7 +821,7 @@ class ReplayStorage(
             self._storage.validate()
 
 
-def _prioritized(sampler: Any) -> PERSampler | None:
+def _layer_by_priority(sampler: Any) -> PERSampler | None:
     """Returns the layer of a sampler that draws by priority, if one does."""
     layer = layers_of(sampler)[-1]
     return layer if isinstance(layer, PERSampler) else None
