@@ -192,19 +192,6 @@ class ReplayStorageEnsemble(Strict):
             own = data.copy().set(key, torch.where(ids == number, index, -1))
             storage.update_tensordict_priority(own, priority)
 
-    def update_priority(
-        self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
-    ) -> None:
-        """Sets priorities by slot, each in its own storage, see `ReplayStorage.update_priority`.
-
-        Args:
-            index: `[B]` int64 slots.
-            priority: `[B]`, finite, at least 0.
-            buffer_ids: `[B]` int64, the storage of each row.
-        """
-        for number, storage in enumerate(self._storages):
-            storage.update_priority(torch.where(buffer_ids == number, index, -1), priority)
-
     # Inspection
 
     def explain(self, batch: TensorDictBase) -> Explanation:
@@ -217,11 +204,8 @@ class ReplayStorageEnsemble(Strict):
         flat = arguments.steps("batch", batch).reshape(-1)
         ids = flat[keys.BUFFER_IDS].cpu()
         places = [torch.where(ids == number)[0] for number in range(len(self._storages))]
-        parts = [
-            storage.explain(flat[place]).columns
-            for storage, place in zip(self._storages, places, strict=True)
-            if len(place)
-        ]
+        pairs = zip(self._storages, places, strict=True)
+        parts = [storage.explain(flat[at]).columns for storage, at in pairs if len(at)]
         order = torch.cat(places).argsort()
         columns = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         return Explanation({"storage": ids, **columns}, len(self))
