@@ -16,7 +16,8 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import counted
 from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import PERSampler, layers_of
+from trl_storages.replay.priorities import prioritized
+from trl_storages.samplers import PERSampler
 
 try:
     from matplotlib import pyplot
@@ -88,7 +89,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     'priority'
     """
     ax = _axes(storage, ax, (6, 2.6))
-    sampler = layers_of(storage.sampler)[-1]
+    sampler: Any = prioritized(storage.sampler)
     arguments.instance(
         "the sampler of storage", sampler, PERSampler, what="a PERSampler, alpha=0.6"
     )
@@ -163,11 +164,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
 
 
 def plot_episode(
-    storage: ReplayStorage,
-    batch: TensorDictBase,
-    *,
-    most: int = 12,
-    ax: Axes | None = None,
+    storage: ReplayStorage, batch: TensorDictBase, *, most: int = 12, ax: Axes | None = None
 ) -> Axes:
     """Plots the episode with most samples of a batch, those samples, and their goals.
 

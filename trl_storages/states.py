@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from trl_storages import arguments
 
-__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "in_turn", "nothing", "to_json"]
+__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "nothing", "to_json"]
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
@@ -29,12 +29,11 @@ def nothing() -> None:
     """Adopts the state of a part that has none."""
 
 
-def in_turn(adopts: Iterable[Adopt]) -> Adopt:
+def joined(*adopts: Adopt) -> Adopt:
     """Returns a function that adopts several states, one after another."""
-    waiting = [*adopts]
 
     def adopt() -> None:
-        for each in waiting:
+        for each in adopts:
             each()
 
     return adopt

@@ -15,9 +15,12 @@ from torchrl.data import RayReplayBuffer
 
 from trl_storages._torchrl import RayClient
 from trl_storages.arguments import Strict
-from trl_storages.replay.state import PARAMETERS
+from trl_storages.replay.state import Parameter
+from trl_storages.replay.storage import ReplayStorage
 
 __all__ = ["StorageClient", "StorageHandle", "in_actor"]
+
+_PARAMETERS = {name for name, it in vars(ReplayStorage).items() if isinstance(it, Parameter)}
 
 
 class StorageClient(Strict, RayClient):  # type: ignore[misc]
@@ -30,22 +33,19 @@ class StorageClient(Strict, RayClient):  # type: ignore[misc]
     has_gpu = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in PARAMETERS:
+        if name in _PARAMETERS:
             return self.get_parameter(name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARAMETERS:
+        if name in _PARAMETERS:
             self.set_parameter(name, value)
         else:
             super().__setattr__(name, value)
 
 
 class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
-    """What `service_backend="ray"` returns: the handle of a storage in an actor, with all its methods.
-
-    Args as in `RayReplayBuffer`, and those of the storage.
-    """
+    """What `service_backend="ray"` returns: the handle of a storage in an actor, with all its methods."""
 
     has_gpu = False
 
@@ -70,7 +70,7 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         return getattr(self.client(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        holder = self.client() if name in PARAMETERS else super()
+        holder = self.client() if name in _PARAMETERS else super()
         holder.__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,31 +79,23 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
     __repr__ = object.__repr__
 
 
-def in_actor(storage_class: type) -> type:
+def in_actor(storage_class: type[ReplayStorage]) -> type[ReplayStorage]:
     """Returns a storage class for calls of several processes, which arrive in any order.
 
     - Each `extend` writes episodes of its own, unless `lanes` names the lanes that it goes on with; each
       lane is then one process's.
     - `add` and `record`, which write single steps, raise.
     - Parts may be functions that make them: `storage`, `writer`, `sampler`, `transform_factory`.
-
-    Args:
-        storage_class: a `ReplayStorage`.
     """
-    return type(
-        storage_class.__name__, (_InActor, storage_class), {"__doc__": storage_class.__doc__}
-    )
+    doc = {"__doc__": storage_class.__doc__}
+    return type(storage_class.__name__, (_InActor, storage_class), doc)
 
 
-class _InActor:
+class _InActor(ReplayStorage):
     """What is different in a storage that several processes call."""
 
     # TorchRL sets it.
     is_remote = True
-    # Of `ReplayStorage`.
-    episodes: Any
-    _replay_lock: Any
-    _write_lock: Any
 
     def __init__(
         self,
@@ -125,9 +117,7 @@ class _InActor:
         with self._replay_lock, self._write_lock:
             if lanes is None:
                 self.episodes.end_episodes()
-            slots: torch.Tensor = super().extend(  # type: ignore[misc]
-                tensordicts, lanes=lanes, **options
-            )
+            slots = super().extend(tensordicts, lanes=lanes, **options)
             if lanes is None:
                 self.episodes.end_episodes()
         return slots
@@ -141,14 +131,14 @@ class _InActor:
     add = record
 
     def sample(self, *args: Any, **options: Any) -> Any:
-        found = super().sample(*args, **options)  # type: ignore[misc]
+        found = super().sample(*args, **options)
         return (_alone(found[0]), found[1]) if isinstance(found, tuple) else _alone(found)
 
     def sample_episodes(self, n: int) -> Any:
-        return _alone(super().sample_episodes(n))  # type: ignore[misc]
+        return _alone(super().sample_episodes(n))
 
     def __getitem__(self, index: Any) -> Any:
-        return _alone(super().__getitem__(index))  # type: ignore[misc]
+        return _alone(super().__getitem__(index))
 
     def get_parameter(self, name: str) -> Any:
         return getattr(self, name)

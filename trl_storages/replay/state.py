@@ -13,19 +13,10 @@ import torch
 from trl_storages import arguments
 from trl_storages.arguments import Checked
 from trl_storages.samplers import OwnSampler
-from trl_storages.states import (
-    Adopt,
-    State,
-    array,
-    entries_of,
-    from_json,
-    in_turn,
-    nothing,
-    to_json,
-)
+from trl_storages.states import Adopt, State, array, entries_of, from_json, joined, nothing, to_json
 from trl_storages.transforms import ReplayTransform
 
-__all__ = ["PARAMETERS", "Parameter", "parsed", "parsed_rest", "rest_of", "resume"]
+__all__ = ["Parameter", "parsed", "parsed_rest", "rest_of", "resume"]
 
 _REST = ("parts", "writer", "recorder", "generator", "cursors")
 
@@ -53,7 +44,7 @@ def parsed(storage: Any, state: Any) -> Adopt:
     rows, rest = entries_of("a storage", state, ("rows", "rest"))
     adopt_rest = parsed_rest(storage, rest)
     # Rows first, as there may be no room for them on the disk.
-    return in_turn([storage._storage.parsed(rows, to_json(rest)), adopt_rest])
+    return joined(storage._storage.parsed(rows, to_json(rest)), adopt_rest)
 
 
 def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
@@ -74,7 +65,7 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     adopts.append(_parsed_generator(storage, generator))
     if not reopened or cursors == storage.episodes.cursors.tolist():
         adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
-    return in_turn(adopts)
+    return joined(*adopts)
 
 
 def resume(storage: Any) -> None:
@@ -128,7 +119,7 @@ def _parsed_part(part: Any, state: Any) -> Adopt:
         if isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be no tensor: nothing changed.")
         parameters[name].__set__(trial, value)
-    return in_turn([partial(part.__dict__.update, trial.__dict__), adopt_state])
+    return joined(partial(part.__dict__.update, trial.__dict__), adopt_state)
 
 
 def _parsed_reopened(part: Any, state: Any) -> Adopt:
@@ -163,10 +154,6 @@ def _parsed_generator(storage: Any, state: Any) -> Adopt:
     return partial(storage._rng.set_state, state)
 
 
-#: The names of all.
-PARAMETERS: set[str] = set()
-
-
 class Parameter:
     """An attribute of a storage that its samplers and transforms have; setting it sets all of them.
 
@@ -178,7 +165,6 @@ class Parameter:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-        PARAMETERS.add(name)
 
     def __get__(self, storage: Any, owner: type) -> Any:
         if storage is None:

@@ -27,22 +27,14 @@ from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.refused import Refusing, refuse_stock
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import (
-    Flow,
-    draw_episodes,
-    drawn_priorities,
-    one_each,
-    read,
-    undisturbed,
-)
+from trl_storages.replay.flow import Flow, draw_episodes, read
 from trl_storages.replay.loader import Ahead, make_loader
-from trl_storages.replay.remote import StorageHandle, in_actor
+from trl_storages.replay.priorities import drawn_priorities, prioritized, written_priorities
 from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
     PERSampler,
     UniformSampler,
-    checked_priorities,
     layers_of,
     own_sampler,
 )
@@ -59,11 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["ReplayStorage"]
 
 
-class ReplayStorage(
-    Refusing,
-    Strict,
-    TensorDictReplayBuffer,  # type: ignore[misc]
-):
+class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     """A `TensorDictReplayBuffer` over lanes of episodes, whose transforms see the rows that are drawn.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
@@ -184,19 +172,17 @@ class ReplayStorage(
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
         cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
-    ) -> StorageHandle:
+    ) -> Any:
+        # Imported here, as what is in an actor is a storage itself.
+        from trl_storages.replay import remote
+
         arguments.choice("service_backend", service_backend, ("direct", "ray"))
         options |= service_backend_options
-        return StorageHandle(*args, replay_buffer_cls=in_actor(cls), **options)
+        return remote.StorageHandle(*args, replay_buffer_cls=remote.in_actor(cls), **options)
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        mode: str = "r+",
-        check: bool = False,
-        **options: Any,
+        cls, path: str | os.PathLike[str], *, mode: str = "r+", check: bool = False, **options: Any
     ) -> Self:
         """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
 
@@ -246,8 +232,8 @@ class ReplayStorage(
         return [*layers_of(self._sampler), *parts_of(self._transform)]
 
     @property
-    def _prioritized(self) -> Any:
-        return _layer_by_priority(self._sampler)
+    def _prioritized(self) -> PERSampler | None:
+        return prioritized(self._sampler)
 
     def __len__(self) -> int:
         self._storage.look()
@@ -292,14 +278,11 @@ class ReplayStorage(
         data = self._inverse(arguments.steps("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
-        sampler: Any = None if update_priority is False else self._prioritized
-        priority = None if sampler is None else data.get(self.priority_key, None)
-        if priority is not None:
-            size = data.numel()
-            priority = checked_priorities(one_each(priority, size, sampler.reduction), size)
+        sampler = None if update_priority is False else self._prioritized
+        priority = written_priorities(data, self.priority_key, sampler)
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
-            if priority is not None:
+            if sampler is not None and priority is not None:
                 sampler.set_priorities(self._storage, slots, priority)
         return slots
 
@@ -451,11 +434,7 @@ class ReplayStorage(
 
     # Drawing
 
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-    ) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draws a batch.
 
         Args:
@@ -493,7 +472,7 @@ class ReplayStorage(
         flow, storage = self._current_flow(), self._storage
         if storage.path is None or storage.writes:  # whoever else writes waits for the locks
             return flow.draw(storage, batch_size)[:2]
-        return undisturbed(flow, storage, batch_size)
+        return flow.draw_beside_writer(storage, batch_size)
 
     def _current_flow(self) -> Flow:
         flow = self._flow
@@ -611,7 +590,7 @@ class ReplayStorage(
 
     def _attach(self, sampler: Any) -> None:
         """Raises a ValueError if a sampler by priority has no room for the rows."""
-        if (layer := _layer_by_priority(sampler)) is not None:
+        if (layer := prioritized(sampler)) is not None:
             layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -819,9 +798,3 @@ class ReplayStorage(
         """
         with self._replay_lock, self._write_lock:
             self._storage.validate()
-
-
-def _layer_by_priority(sampler: Any) -> PERSampler | None:
-    """Returns the layer of a sampler that draws by priority, if one does."""
-    layer = layers_of(sampler)[-1]
-    return layer if isinstance(layer, PERSampler) else None
