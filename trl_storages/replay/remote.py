@@ -55,8 +55,7 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn."""
-        found: bool = self.client().can_sample(batch_size)
-        return found
+        return bool(self.client().can_sample(batch_size))
 
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None

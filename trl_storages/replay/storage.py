@@ -95,7 +95,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     # What the constructor of TorchRL's buffers sets, as its other methods read it.
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
-    _accepts_transport_backend = False
+    _accepts_transport_backend, _is_epoch_over = False, False
     _write_lock: AbstractContextManager[Any] = nullcontext()
 
     n_step = Parameter("n of the n-step returns, of `NStep`.")
@@ -158,7 +158,6 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
         self._prefetch_queue = Ahead(self._draw_ahead, prefetch or 0)
-        self._is_epoch_over = False
         writer.register_storage(storage)
         self._attach(self._sampler)
         storage.is_replayed = True
@@ -648,7 +647,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             priority = arguments.values("priority", priority)
         if (sampler := self._prioritized) is None:
             return
-        num_steps = 1 if self._unit is None else self._unit.num_steps
+        num_steps = self._current_flow().num_steps
         slots, values, steps = drawn_priorities(
             data, self.priority_key, priority, sampler.reduction, num_steps
         )
