@@ -6,6 +6,7 @@ Letters: B samples of a batch, flattened; A agents.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
 )
 
 
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """One line per sample of a batch; prints as a table.
 
@@ -44,9 +46,8 @@ class Explanation:
        3    4
     """
 
-    def __init__(self, columns: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        self.columns = dict(columns)
-        self.num_rows = num_rows
+    columns: Mapping[str, torch.Tensor]
+    num_rows: int
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns the column of that name, `[B]` or `[B, A]`."""
@@ -60,16 +61,13 @@ class Explanation:
         title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
-        cells = [map(_cell, column[:_ROWS_SHOWN].tolist()) for column in self.columns.values()]
-        table = [tuple(self.columns), *zip(*cells, strict=True)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
+        shown = {name: it[:_ROWS_SHOWN].tolist() for name, it in self.columns.items()}
+        columns = [[name, *map(_cell, values)] for name, values in shown.items()]
+        aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+        lines = [title, *map("  ".join, zip(*aligned, strict=True))]
         if (hidden := len(self) - _ROWS_SHOWN) > 0:
             lines.append(f"... {hidden} more")
-        return "\n".join([title, *lines])
+        return "\n".join(lines)
 
     __repr__ = __str__
 
