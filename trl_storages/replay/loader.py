@@ -123,7 +123,7 @@ def make_loader(
         batch_size=batch_size,
     )
     # Pinning requires CUDA.
-    options["pin_memory"] = options.get("pin_memory", False) and torch.cuda.is_available()
+    options["pin_memory"] &= torch.cuda.is_available()
     return DataLoader(
         ReplayBatches(open_reader),
         batch_size=None,

@@ -532,6 +532,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         num_workers: int = 0,
         *,
         batch_size: int | None = None,
+        pin_memory: bool = False,
         seed: int | None = None,
         **options: Any,
     ) -> DataLoader[TensorDictBase]:
@@ -544,15 +545,17 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
                 process, and raises as `sample` does while there are none.
             batch_size: B; None uses the constructor's.
+            pin_memory: whether batches arrive in pinned memory, where there is CUDA.
             seed: of the workers; None uses torch's default generator.
-            **options: as in `torch.utils.data.DataLoader`: pin_memory (where there is CUDA), ...
+            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
 
         Raises:
             RuntimeError: the rows are not in a directory, or none exists yet.
             ValueError: a number is too small, or no batch size is known.
         """
         with self._replay_lock:
-            return make_loader(self, batch_size, seed, {"num_workers": num_workers, **options})
+            options |= {"num_workers": num_workers, "pin_memory": pin_memory}
+            return make_loader(self, batch_size, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Draws batches, to the end of an epoch if the sampler draws in epochs."""
