@@ -181,7 +181,7 @@ def test_a_mask_with_the_last_dimension_of_the_reward_raises():
     reward, mask = torch.ones(2, 4, 1), torch.ones(2, 4, dtype=torch.bool)
     assert returns_to_go(reward, mask)[0, :, 0].tolist() == [4, 3, 2, 1]
     with pytest.raises(
-        ValueError, match=r"without the last dimension .*\[2, 4, 1\].*squeeze\(-1\)"
+        ValueError, match=r"without the last dimension .*squeeze\(-1\).*\[2, 4, 1\]"
     ):
         returns_to_go(reward, mask.unsqueeze(-1))
     # Two episodes of one step.

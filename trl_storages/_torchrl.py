@@ -10,8 +10,9 @@ that a breaking release fails there, by name, and not in a training run.
 
 What subclasses here read, set or override, by the class that it is of:
 
-- `ReplayBuffer`: `_batch_size`, `_delayed_init`, `_initialized`, `_iterator`, `_replay_lock`, `_rng`,
-  `_sampler`, `_service_shutdown`, `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
+- `ReplayBuffer`: `_accepts_transport_backend`, `_batch_size`, `_delayed_init`, `_initialized`,
+  `_iterator`, `_prefetch_queue`, `_replay_lock`, `_rng`, `_sampler`, `_service_shutdown`,
+  `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
 - `RayReplayBuffer`: `_rb`
 - `TensorStorage`: `_attached_entities`, `_empty`, `_rand_given_ndim`
 - `RoundRobinWriter`: `_empty`, `_storage`, `_write_count`

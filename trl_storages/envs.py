@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
 from numpy.typing import ArrayLike, NDArray
 
 from trl_storages import arguments
@@ -55,15 +56,9 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     def __init__(self, n_bits: int = 15, *, continuous: bool = False) -> None:
         self.n_bits = n_bits = arguments.integer("n_bits", n_bits, at_least=1)
         self.continuous = arguments.flag("continuous", continuous)
-        bits = gymnasium.spaces.Box(0.0, 1.0, (n_bits,), np.float32)
-        self.observation_space = gymnasium.spaces.Dict(
-            {"observation": bits, "achieved_goal": bits, "desired_goal": bits}
-        )
-        self.action_space = (
-            gymnasium.spaces.Box(-1.0, 1.0, (n_bits,), np.float32)
-            if continuous
-            else gymnasium.spaces.Discrete(n_bits)
-        )
+        bits = Box(0.0, 1.0, (n_bits,), np.float32)
+        self.observation_space = Dict(observation=bits, achieved_goal=bits, desired_goal=bits)
+        self.action_space = Box(-1.0, 1.0, (n_bits,)) if continuous else Discrete(n_bits)
         self._state = np.zeros(n_bits, np.float32)
         self._goal = np.ones(n_bits, np.float32)
         self._num_steps = 0
@@ -74,11 +69,12 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         """Draws new bits and a goal that differs from them; ignores `options`."""
         super().reset(seed=seed)
         self._num_steps = 0
-        self._state, self._goal = self._random_bits(), self._random_bits()
         # Drawing the pair again as a whole keeps it uniform over all unequal pairs.
-        while np.array_equal(self._state, self._goal):
-            self._state, self._goal = self._random_bits(), self._random_bits()
-        return self._observation(), self._info()
+        while True:
+            bits = self.np_random.integers(0, 2, (2, self.n_bits)).astype(np.float32)
+            self._state, self._goal = bits
+            if not np.array_equal(self._state, self._goal):
+                return self._observation(), self._info()
 
     def step(
         self, action: Any
@@ -92,13 +88,9 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         self._state[bit] = 1.0 - self._state[bit]
         self._num_steps += 1
         info = self._info()
-        return (
-            self._observation(),
-            float(self.compute_reward(self._state, self._goal, info)),
-            bool(self.compute_terminated(self._state, self._goal, info)),
-            bool(self.compute_truncated(self._state, self._goal, info)),
-            info,
-        )
+        reward = float(self.compute_reward(self._state, self._goal, info))
+        truncated = bool(self.compute_truncated(self._state, self._goal, info))
+        return self._observation(), reward, info["is_success"], truncated, info
 
     def compute_reward(self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any) -> Any:
         """Returns the reward of reaching `achieved_goal` `[B, n]` when `desired_goal` was wanted.
@@ -106,13 +98,14 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         Returns:
             `[B]` float32, 0 where all n bits are equal and -1 elsewhere; `info` is ignored.
         """
-        return self._is_reached(achieved_goal, desired_goal).astype(np.float32) - np.float32(1.0)
+        reached = self.compute_terminated(achieved_goal, desired_goal, info)
+        return reached.astype(np.float32) - np.float32(1.0)
 
     def compute_terminated(
         self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
     ) -> Any:
         """Returns `[B]` bool, whether the goal is reached, which ends the episode."""
-        return self._is_reached(achieved_goal, desired_goal)
+        return (np.asarray(achieved_goal) == np.asarray(desired_goal)).all(axis=-1)
 
     def compute_truncated(
         self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
@@ -122,9 +115,6 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         It does not depend on the goals, so relabelling never changes it.
         """
         return np.asarray(info["num_steps"]) >= self.n_bits
-
-    def _is_reached(self, achieved_goal: ArrayLike, desired_goal: ArrayLike) -> Any:
-        return (np.asarray(achieved_goal) == np.asarray(desired_goal)).all(axis=-1)
 
     def _bit(self, action: Any) -> int:
         values, n_bits = np.asarray(action), self.n_bits
@@ -140,22 +130,14 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
             )
         return int(values.argmax() if self.continuous else values.item())
 
-    def _random_bits(self) -> NDArray[np.float32]:
-        return self.np_random.integers(0, 2, self.n_bits).astype(np.float32)
-
     def _observation(self) -> dict[str, NDArray[np.float32]]:
         # Copies: what was handed out must not change with the next step.
-        return {
-            "observation": self._state.copy(),
-            "achieved_goal": self._state.copy(),
-            "desired_goal": self._goal.copy(),
-        }
+        state, goal = self._state.copy(), self._goal.copy()
+        return {"observation": state, "achieved_goal": state.copy(), "desired_goal": goal}
 
     def _info(self) -> dict[str, Any]:
-        return {
-            "is_success": bool(np.array_equal(self._state, self._goal)),
-            "num_steps": self._num_steps,
-        }
+        is_success = np.array_equal(self._state, self._goal)
+        return {"is_success": is_success, "num_steps": self._num_steps}
 
 
 # Registering again, as when the module is reloaded, would warn.

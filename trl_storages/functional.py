@@ -155,16 +155,12 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     discount = arguments.number("discount", discount, at_least=0, at_most=1)
     arguments.tensor("reward", reward)
     shape = arguments.tensor("mask", mask, dtype=torch.bool).shape
-    if not mask.ndim or reward.shape[: mask.ndim] != shape:
+    # That of [*B, T, 1] would pass for many episodes of one step.
+    is_too_deep = mask.ndim > 2 and shape == reward.shape and shape[-1] == 1
+    if not mask.ndim or reward.shape[: mask.ndim] != shape or is_too_deep:
         raise ValueError(
-            f"mask must have the leading shape of reward, [*B, T] of {list(reward.shape)}, got "
-            f"{list(shape)}."
-        )
-    if mask.ndim > 2 and shape == reward.shape and shape[-1] == 1:
-        # It would pass for many episodes of one step.
-        raise ValueError(
-            f"mask must be [*B, T], without the last dimension of reward, {list(reward.shape)}, got "
-            f"{list(shape)}: pass mask.squeeze(-1)."
+            "mask must have the leading shape of reward, without the last dimension of size 1, which "
+            f"squeeze(-1) drops: [*B, T] of {list(reward.shape)}, got {list(shape)}."
         )
     counts = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
     # where, not a product: padding may be infinite.

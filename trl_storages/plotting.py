@@ -6,7 +6,7 @@ Letters: E lanes (environments), T steps of a lane.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,10 +16,16 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import counted
 from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.replay import ReplayStorage
-from trl_storages.samplers import PERSampler, layers_of
+from trl_storages.replay.priorities import prioritized
+from trl_storages.samplers import PERSampler
 
-if TYPE_CHECKING:
+try:
+    from matplotlib import pyplot
     from matplotlib.axes import Axes
+    from matplotlib.colors import to_rgb
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("plots need matplotlib: pip install 'trl-storages[plot]'.") from error
 
 __all__ = ["plot_ages", "plot_episode", "plot_priorities", "plot_ring"]
 
@@ -40,7 +46,6 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
         ax: where to draw; None makes a figure.
 
     Raises:
-        ImportError: matplotlib is not installed.
         KeyError, IndexError: as in `storage.explain`.
 
     >>> from gymnasium.spaces import Box
@@ -51,9 +56,8 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
     >>> plot_ages(storage, storage.sample()).get_xlabel()
     'age in rows'
     """
-    _check(storage)
+    ax = _axes(storage, ax, (5, 2.6))
     ages = _array(storage.explain(batch)["age"])
-    ax = _axes("plot_ages", ax, (5, 2.6))
     num_rows = len(storage)
     counts, edges = np.histogram(ages, min(_MOST_AGES, num_rows), (0, num_rows))
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
@@ -73,7 +77,6 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         ax: where to draw; None makes a figure.
 
     Raises:
-        ImportError: matplotlib is not installed.
         TypeError: the storage does not draw by priority.
         RuntimeError: it is empty.
 
@@ -85,23 +88,23 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     >>> plot_priorities(storage).get_ylabel()
     'priority'
     """
-    _check(storage)
-    sampler = layers_of(storage.sampler)[-1]
+    ax = _axes(storage, ax, (6, 2.6))
+    sampler: Any = prioritized(storage.sampler)
     arguments.instance(
         "the sampler of storage", sampler, PERSampler, what="a PERSampler, alpha=0.6"
     )
     priorities = sampler.priorities_of(storage.storage).by_slot().astype(np.float64)
-    ax = _axes("plot_priorities", ax, (6, 2.6))
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)
-    padded = np.full(-(-num_slots // width) * width, np.inf)
-    padded[:num_slots] = priorities
     # Empty slots have an infinite priority.
+    padded = np.pad(priorities, (0, -num_slots % width), constant_values=np.inf)
     bars = np.ma.masked_invalid(padded.reshape(-1, width))
     left = np.arange(len(bars)) * width
-    shown = [(bars.max(1), _LIGHT, f"largest of {width}"), (bars.mean(1), _BLUE, "mean")]
-    for height, colour, label in shown if width > 1 else [(bars.mean(1), _BLUE, None)]:
-        ax.bar(left, height.filled(0), width, align="edge", color=colour, label=label)
+    if width > 1:
+        most = bars.max(1).filled(0)
+        ax.bar(left, most, width, align="edge", color=_LIGHT, label=f"largest of {width}")
+    mean = bars.mean(1).filled(0)
+    ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
     T = storage.episodes.steps_per_lane
     for lane, cursor in enumerate(storage.episodes.cursors % T):
         label = None if lane else "written next"
@@ -121,7 +124,6 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         ax: where to draw; None makes a figure.
 
     Raises:
-        ImportError: matplotlib is not installed.
         RuntimeError: the storage is empty.
 
     >>> from gymnasium.spaces import Box
@@ -132,44 +134,37 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     >>> plot_ring(storage).get_title(loc="left")
     '30 rows, 1 lane, 3 episodes'
     """
-    _check(storage)
-    ax = _axes("plot_ring", ax, (7, 0.9 + 0.35 * min(storage.episodes.num_envs, 8)))
-    from matplotlib.colors import to_rgb
-
     episodes = storage.episodes
     num_lanes, T = episodes.num_envs, episodes.steps_per_lane
+    ax = _axes(storage, ax, (7, 0.9 + 0.35 * min(num_lanes, 8)))
     table = episodes.episodes()
-    first, length, lane = (_array(table[name]) for name in ("first", "length", "lane"))
+    first, length, lane, finished = (
+        _array(table[name]) for name in ("first", "length", "lane", "finished")
+    )
     slots, number = map(_array, episode_slots(episodes, table["first"], table["length"]))
     colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
     picture = np.zeros(num_lanes * T, np.int64)
     picture[slots] = 1 + number % len(_EPISODES)
     extent = (0, T, num_lanes - 0.5, -0.5)
-    picture = picture.reshape(num_lanes, T)
-    ax.imshow(colours[picture], aspect="auto", interpolation="nearest", extent=extent)
-    last = (first + length - 1) % T + 1
-    finished = _array(table["finished"])
+    picture = colours[picture.reshape(num_lanes, T)]
+    ax.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
+
+    def mark(lane: np.ndarray, step: np.ndarray, *style: Any, **options: Any) -> None:
+        ax.vlines(step, lane - 0.5, lane + 0.5, *style, **options)
+
     if len(first) <= _MOST_MARKS * num_lanes:
-        styles: Any = ((finished, "-", "ended"), (~finished, ":", "cut or running"))
-        for which, style, label in styles:
-            if which.any():
-                low, high = lane[which] - 0.5, lane[which] + 0.5
-                ax.vlines(last[which], low, high, _DARK, style, lw=1.2, label=label)
-    rows = np.arange(num_lanes)
-    ax.vlines(episodes.cursors % T, rows - 0.5, rows + 0.5, _RED, lw=2.5, label="written next")
-    if num_lanes <= 16:
-        ax.set_yticks(rows)
+        last = (first + length - 1) % T + 1
+        mark(lane[finished], last[finished], _DARK, "-", lw=1.2, label="ended")
+        mark(lane[~finished], last[~finished], _DARK, ":", lw=1.2, label="cut or running")
+    mark(np.arange(num_lanes), episodes.cursors % T, _RED, lw=2.5, label="written next")
+    ax.set_yticks(range(0, num_lanes, -(-num_lanes // 16)))
     ax.set(xlim=(0, T), ylim=(num_lanes - 0.5, -0.5), xlabel="step of the ring", ylabel="lane")
     parts = (len(storage), "row"), (num_lanes, "lane"), (len(first), "episode")
     return _titled(ax, ", ".join(counted(*part) for part in parts))
 
 
 def plot_episode(
-    storage: ReplayStorage,
-    batch: TensorDictBase,
-    *,
-    most: int = 12,
-    ax: Axes | None = None,
+    storage: ReplayStorage, batch: TensorDictBase, *, most: int = 12, ax: Axes | None = None
 ) -> Axes:
     """Plots the episode with most samples of a batch, those samples, and their goals.
 
@@ -183,7 +178,6 @@ def plot_episode(
         ax: where to draw; None makes a figure.
 
     Raises:
-        ImportError: matplotlib is not installed.
         KeyError, IndexError: as in `storage.explain`.
 
     >>> from gymnasium.spaces import Box
@@ -195,42 +189,38 @@ def plot_episode(
     'step of the episode'
     """
     most = arguments.integer("most", most, at_least=1)
-    _check(storage)
-    explained = storage.explain(batch)
+    ax = _axes(storage, ax, (6.5, 1.2 + 0.22 * most))
     num_samples = batch.shape[0]
     if batch.ndim == 1 and (place := batch.get(keys.STEP_IN_SEQUENCE, None)) is not None:
         # The rows of a sequence are consecutive.
         num_samples //= int(place.max()) + 1
     columns = {
-        name: _array(column).reshape(num_samples, -1) for name, column in explained.columns.items()
+        name: _array(column).reshape(num_samples, -1)
+        for name, column in storage.explain(batch).columns.items()
     }
     episode = columns["episode"][:, 0]
-    numbers, counts = np.unique(episode, return_counts=True)
-    chosen = numbers[counts.argmax()]
-    which = np.flatnonzero(episode == chosen)
+    which = np.flatnonzero(episode == np.bincount(episode).argmax())
     begin, end = _bars({name: column[which] for name, column in columns.items()})
     order = np.lexsort((end, begin))
-    num_found = len(order)
-    if len(order) > most:
-        picked = np.linspace(0, len(order) - 1, most).round().astype(np.int64)
-        order = order[picked]
-    which = which[order]
+    num_found, num_shown = len(order), min(len(order), most)
+    order = order[np.linspace(0, num_found - 1, num_shown).round().astype(np.int64)]
+    which, begin, end = which[order], begin[order], end[order]
     shown = {name: column[which] for name, column in columns.items()}
-    ax = _axes("plot_episode", ax, (6.5, 1.2 + 0.22 * len(order)))
-    from matplotlib.ticker import MaxNLocator
-
-    _draw_samples(ax, shown, begin[order], end[order])
+    lines = np.arange(num_shown)
+    ax.hlines(lines, begin, end, _BLUE, lw=5, label="sample")
+    ax.plot(begin, lines, "o", color=_DARK, ms=3.5)
+    if "relabelled" in shown:
+        _mark_goals(ax, shown, end)
     length = int(shown["length"][0, 0])
     slot = torch.from_numpy(shown["slot"][:1, 0])
     last = storage.episodes.shift(slot, storage.episodes.ahead(slot))
-    finished = bool(storage.episodes.is_done(last))
-    style, label = ("-", "ended") if finished else (":", "cut or running")
+    style, label = ("-", "ended") if storage.episodes.is_done(last) else (":", "cut or running")
     ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
-    ax.set_yticks(range(len(order)), which.tolist(), fontsize=7)
+    ax.set_yticks(lines, which.tolist(), fontsize=7)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set(xlim=(-0.4, length + 0.4), ylim=(len(order) - 0.4, -0.6))
+    ax.set(xlim=(-0.4, length + 0.4), ylim=(num_shown - 0.4, -0.6))
     ax.set(xlabel="step of the episode", ylabel="sample")
-    more = f", {len(order)} shown" if len(order) < num_found else ""
+    more = f", {num_shown} shown" if num_shown < num_found else ""
     return _titled(ax, f"{length} steps, {num_found} of {num_samples} samples{more}")
 
 
@@ -238,68 +228,41 @@ def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps at which each sample begins and ends."""
     step = shown["step"]
     steps = shown.get("steps", np.ones_like(step))
-    valid = shown.get("valid", np.ones_like(step, bool))
     # Ignore rows of other episodes, as in sequences that cross episodes.
-    valid = valid & (shown["episode"] == shown["episode"][:, :1])
+    valid = shown.get("valid", True) & (shown["episode"] == shown["episode"][:, :1])
     begin = np.where(valid, step, step.max() + 1).min(1)
     end = np.where(valid, step + steps, -1).max(1)
     return begin, end
 
 
-def _draw_samples(
-    ax: Axes, shown: dict[str, np.ndarray], begin: np.ndarray, end: np.ndarray
-) -> None:
-    """Draws a line for each sample."""
-    lines = np.arange(len(begin))
-    ax.hlines(lines, begin, end, _BLUE, lw=5, label="sample")
-    ax.plot(begin, lines, "o", color=_DARK, ms=3.5)
-    if "relabelled" not in shown:
-        return
+def _mark_goals(ax: Axes, shown: dict[str, np.ndarray], end: np.ndarray) -> None:
+    """Marks for each sample where its goal comes from."""
     relabelled, same = shown["relabelled"][:, 0], shown["goal_same_episode"][:, 0]
     goal = (shown["step"] + shown["goal_offset"])[:, 0] + 1
-    inside, outside = relabelled & same, relabelled & ~same
+    lines, inside = np.arange(len(end)), relabelled & same
     ax.hlines(lines[inside], end[inside], goal[inside], _ORANGE, ":", lw=1.2)
-    ax.plot(goal[inside], lines[inside], "*", color=_ORANGE, ms=9, label="its goal", ls="none")
-    for mask, text in ((~relabelled, "stored goal"), (outside, "goal of another episode")):
-        for line in lines[mask]:
-            first, last = begin[line], end[line]
-            # Put the label on the side with more room.
-            is_right = 2 * (first + last) < 3 * shown["length"][0, 0]
-            x, offset, side = (last, 5, "left") if is_right else (first, -6, "right")
-            where: Any = {"textcoords": "offset points", "ha": side, "va": "center"}
-            ax.annotate(text, (x, line), (offset, 0), **where, fontsize=6.5)
+    for which, at, mark, label in (
+        (inside, goal, "*", "its goal"),
+        (relabelled & ~same, end, "x", "goal of another episode"),
+        (~relabelled, end, "|", "stored goal"),
+    ):
+        if which.any():
+            ax.plot(at[which], lines[which], mark, color=_ORANGE, ms=9, label=label, ls="none")
 
 
-def _check(storage: Any) -> None:
-    arguments.instance("storage", storage, ReplayStorage)
-    if not len(storage):
+def _axes(storage: Any, ax: Any, size: tuple[float, float]) -> Axes:
+    """Returns the given Axes, or those of a new figure, for a storage that has rows to show."""
+    if not len(arguments.instance("storage", storage, ReplayStorage)):
         raise RuntimeError("storage must hold rows to show, and is empty: write some first.")
-
-
-def _axes(what: str, ax: Any, size: tuple[float, float]) -> Axes:
-    """Returns the given Axes, or those of a new figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        TypeError: `ax` is not an Axes.
-    """
-    try:
-        from matplotlib import pyplot
-        from matplotlib.axes import Axes
-    except ImportError as error:
-        raise ImportError(
-            f"{what} needs matplotlib: pip install 'trl-storages[plot]' (got {error})."
-        ) from error
     if ax is None:
         return pyplot.subplots(figsize=size, layout="constrained")[1]
     return arguments.instance("ax", ax, Axes, what="matplotlib Axes or None")
 
 
 def _titled(ax: Axes, title: str) -> Axes:
-    """Puts title and legend above the plot, where they hide nothing."""
+    """Puts the title above the plot and the legend beside it, where they hide nothing."""
     ax.set_title(title, loc="left", fontsize=9)
-    place: Any = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "ncols": 4}
-    ax.legend(**place, fontsize=7, frameon=False, handlelength=1.4, columnspacing=1)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False, handlelength=1.4)
     return ax
 
 

@@ -5,43 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torchrl.data import (
-    ConsumingSampler,
-    PrioritizedSampler,
-    PromptGroupSampler,
-    SamplerEnsemble,
-    SamplerWithoutReplacement,
-    SliceSampler,
-    StalenessAwareSampler,
-    Storage,
-    Writer,
-)
-from torchrl.data.replay_buffers.sample_units import Sequence
-from torchrl.envs.transforms import MultiStepTransform
-
 __all__ = ["REFUSED", "Refusing", "refuse_stock"]
+
+_OTHER_PARTS = "make another ReplayStorage"
+_HOOKS = "there are no hooks: change what state_dict() returns"
+_IN_PLACE = "rows are not overwritten, but for values of their steps: use rewrite(index, values)"
 
 #: Method of TorchRL's buffers -> what to do instead.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(["set_storage", "set_writer"], "make another ReplayStorage"),
-    **dict.fromkeys(
-        [
-            "set_",
-            "set_at_",
-            "update_",
-            "update_if_present",
-            "submit_update_if_present",
-            "write_all",
-        ],
-        "rows are not overwritten, but for values of their steps: use rewrite(index, values)",
-    ),
-    **dict.fromkeys(
-        ["register_save_hook", "register_load_hook"],
-        "there are no hooks: change what state_dict() returns",
-    ),
     "mark_update": "what is new is seen when a batch is drawn",
     "query": "use episodes.episodes(), and storage[slots]",
     "read_all_in_order": "use storage[:]",
+    "register_load_hook": _HOOKS,
+    "register_save_hook": _HOOKS,
+    "set_": _IN_PLACE,
+    "set_at_": _IN_PLACE,
+    "set_storage": _OTHER_PARTS,
+    "set_writer": _OTHER_PARTS,
+    "submit_update_if_present": _IN_PLACE,
+    "update_": _IN_PLACE,
+    "update_if_present": _IN_PLACE,
+    "write_all": _IN_PLACE,
 }
 
 
@@ -61,32 +45,36 @@ for _name, _instead in REFUSED.items():
     setattr(Refusing, _name, _refusing(_name, _instead))
 
 
-_INSTEAD: dict[type, str] = {
-    ConsumingSampler: "UniformSampler()",
-    MultiStepTransform: "n_step=3, or transform=NStep(3)",
-    PrioritizedSampler: "PERSampler(capacity)",
-    PromptGroupSampler: "UniformSampler()",
-    SamplerEnsemble: "ReplayStorageEnsemble(*storages)",
-    SamplerWithoutReplacement: "UniformSampler(without_replacement=True)",
-    Sequence: "sample_unit=EpisodeSequence(length)",
-    SliceSampler: "sample_unit=EpisodeSequence(length), or storage.sample_episodes(n)",
-    StalenessAwareSampler: "UniformSampler()",
-    Storage: "PackedStorage(size)",
-    Writer: "EpisodeWriter(num_envs)",
+# Class of TorchRL's -> what to use instead.
+_INSTEAD = {
+    "ConsumingSampler": "UniformSampler()",
+    "MultiStepTransform": "n_step=3, or transform=NStep(3)",
+    "PrioritizedSampler": "PERSampler(capacity)",
+    "PromptGroupSampler": "UniformSampler()",
+    "SamplerEnsemble": "ReplayStorageEnsemble(*storages)",
+    "SamplerWithoutReplacement": "UniformSampler(without_replacement=True)",
+    "Sequence": "sample_unit=EpisodeSequence(length)",
+    "SliceSampler": "sample_unit=EpisodeSequence(length), or storage.sample_episodes(n)",
+    "StalenessAwareSampler": "UniformSampler()",
+    "Storage": "PackedStorage(size)",
+    "Writer": "EpisodeWriter(num_envs)",
 }
 
 
-def refuse_stock(part: Any) -> None:
+def refuse_stock(*parts: Any) -> None:
     """Raises a TypeError if a part is one of TorchRL's that would be wrong over lanes of episodes.
 
+    >>> from torchrl.data import SliceSampler
     >>> refuse_stock(SliceSampler(slice_len=2))
     Traceback (most recent call last):
     TypeError: SliceSampler knows no lanes and episodes: use sample_unit=EpisodeSequence(length), or ...
     """
-    for kind in type(part).__mro__:
-        if kind.__module__.startswith("trl_storages."):
-            return
-        if kind in _INSTEAD:
-            raise TypeError(
-                f"{type(part).__name__} knows no lanes and episodes: use {_INSTEAD[kind]}."
-            )
+    for part in parts:
+        for kind in type(part).__mro__:
+            package = kind.__module__.partition(".")[0]
+            if package == "trl_storages":
+                break
+            if package == "torchrl" and kind.__name__ in _INSTEAD:
+                raise TypeError(
+                    f"{type(part).__name__} knows no lanes and episodes: use {_INSTEAD[kind.__name__]}."
+                )

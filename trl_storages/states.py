@@ -16,7 +16,7 @@ import torch
 
 from trl_storages import arguments
 
-__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "nothing", "to_json"]
+__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "nothing", "to_json"]
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
@@ -27,6 +27,16 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 def nothing() -> None:
     """Adopts the state of a part that has none."""
+
+
+def joined(*adopts: Adopt) -> Adopt:
+    """Returns a function that adopts several states, one after another."""
+
+    def adopt() -> None:
+        for each in adopts:
+            each()
+
+    return adopt
 
 
 def entries_of(what: str, state: Any, names: Collection[str]) -> list[Any]:
@@ -93,9 +103,8 @@ def from_json(words: Any) -> Any:
     try:
         if _TENSOR in words:
             data = base64.b64decode(words[_TENSOR], validate=True)
-            values = torch.empty(len(data), dtype=torch.uint8)
-            values.numpy()[:] = np.frombuffer(bytearray(data), np.uint8)
-            return values.view(_DTYPES[words["dtype"]]).reshape(words["shape"])
+            values = torch.tensor([*data], dtype=torch.uint8).view(_DTYPES[words["dtype"]])
+            return values.reshape(words["shape"])
         if _NUMBER in words:
             return float(words[_NUMBER])
         if _TUPLE in words:

@@ -66,6 +66,11 @@ class ReplayStorageEnsemble(Strict):
     [0, 0, 1, 0, 0, 0, 1, 0]
     """
 
+    #: `buffer_ids` are positions in this tuple.
+    storages: tuple[ReplayStorage, ...] = ()
+    #: B, or None if each `sample` must name it.
+    batch_size: int | None = None
+
     def __init__(
         self,
         *storages: ReplayStorage,
@@ -77,19 +82,14 @@ class ReplayStorageEnsemble(Strict):
             arguments.instance("storages", storage, ReplayStorage, what="ReplayStorages")
         if not storages or len({id(storage) for storage in storages}) < len(storages):
             raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
-        self._storages = storages
+        self.storages = storages
         self.shares = (1 / len(storages),) * len(storages) if shares is None else shares
-        self._batch_size = arguments.optional(
+        self.batch_size = arguments.optional(
             arguments.integer, "batch_size", batch_size, at_least=1
         )
         if arguments.generator("generator", generator) is not None:
             for storage in storages:
                 storage.set_rng(generator)
-
-    @property
-    def storages(self) -> tuple[ReplayStorage, ...]:
-        """The storages; `buffer_ids` are positions in this tuple."""
-        return self._storages
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -99,34 +99,29 @@ class ReplayStorageEnsemble(Strict):
     @shares.setter
     def shares(self, value: Sequence[float]) -> None:
         shares = arguments.values("shares", value, dtype=torch.float64)
-        number = len(self._storages)
+        number = len(self.storages)
         if shares.shape != (number,) or (shares < 0).any() or not abs(shares.sum() - 1) < 1e-6:
             raise ValueError(
                 f"shares must be {number} numbers, one a storage, which add up to 1, got {value}."
             )
         self._shares = tuple(shares.tolist())
 
-    @property
-    def batch_size(self) -> int | None:
-        """B, or None if each `sample` must name it."""
-        return self._batch_size
-
     def __len__(self) -> int:
         """The number of rows in all storages."""
-        return sum(map(len, self._storages))
+        return sum(map(len, self.storages))
 
     # Sampling
 
     def _counts(self, batch_size: int | None) -> list[int]:
         """Returns how many samples each storage gives."""
-        batch_size = self._batch_size if batch_size is None else batch_size
+        batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size is None:
             raise RuntimeError("batch_size must be given to the ensemble, or with each sample.")
         return num_of_each(arguments.integer("batch_size", batch_size, at_least=1), self._shares)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether every storage can give its share of `batch_size`, or of B."""
-        counts = zip(self._storages, self._counts(batch_size), strict=True)
+        counts = zip(self.storages, self._counts(batch_size), strict=True)
         return all(not count or storage.can_sample(count) for storage, count in counts)
 
     def sample(self, batch_size: int | None = None) -> TensorDictBase:
@@ -144,7 +139,7 @@ class ReplayStorageEnsemble(Strict):
             ValueError: the storages' batches have different entries.
         """
         counts = self._counts(batch_size)
-        given = [pair for pair in zip(self._storages, counts, strict=True) if pair[1]]
+        given = [pair for pair in zip(self.storages, counts, strict=True) if pair[1]]
         drawn = [storage.sample_share(count) for storage, count in given]
         num_steps = _num_steps(drawn, [count for _, count in given])
         # A TensorDict does the same in four times the time.
@@ -187,23 +182,10 @@ class ReplayStorageEnsemble(Strict):
         ids = arguments.steps("data", data)[keys.BUFFER_IDS]
         key = keys.ANCHOR_INDEX if keys.ANCHOR_INDEX in data.keys(True) else keys.INDEX
         index = data[key]
-        for number, storage in enumerate(self._storages):
+        for number, storage in enumerate(self.storages):
             # Slot -1 is skipped.
             own = data.copy().set(key, torch.where(ids == number, index, -1))
             storage.update_tensordict_priority(own, priority)
-
-    def update_priority(
-        self, index: torch.Tensor, priority: torch.Tensor, buffer_ids: torch.Tensor
-    ) -> None:
-        """Sets priorities by slot, each in its own storage, see `ReplayStorage.update_priority`.
-
-        Args:
-            index: `[B]` int64 slots.
-            priority: `[B]`, finite, at least 0.
-            buffer_ids: `[B]` int64, the storage of each row.
-        """
-        for number, storage in enumerate(self._storages):
-            storage.update_priority(torch.where(buffer_ids == number, index, -1), priority)
 
     # Inspection
 
@@ -216,18 +198,15 @@ class ReplayStorageEnsemble(Strict):
         """
         flat = arguments.steps("batch", batch).reshape(-1)
         ids = flat[keys.BUFFER_IDS].cpu()
-        places = [torch.where(ids == number)[0] for number in range(len(self._storages))]
-        parts = [
-            storage.explain(flat[place]).columns
-            for storage, place in zip(self._storages, places, strict=True)
-            if len(place)
-        ]
+        places = [torch.where(ids == number)[0] for number in range(len(self.storages))]
+        pairs = zip(self.storages, places, strict=True)
+        parts = [storage.explain(flat[at]).columns for storage, at in pairs if len(at)]
         order = torch.cat(places).argsort()
         columns = {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
         return Explanation({"storage": ids, **columns}, len(self))
 
     def __repr__(self) -> str:
-        parts = zip(self._shares, self._storages, strict=True)
+        parts = zip(self._shares, self.storages, strict=True)
         return f"{type(self).__name__}({', '.join(f'{share:g} of {it}' for share, it in parts)})"
 
 

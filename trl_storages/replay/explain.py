@@ -5,15 +5,18 @@ Letters: B samples of a batch, flattened; A agents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import keys
 from trl_storages.arguments import counted
 from trl_storages.index import EpisodeIndex
+from trl_storages.samplers import HERSampler, layers_of
 
 __all__ = ["Explanation", "explain"]
 
@@ -27,6 +30,7 @@ _OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
 )
 
 
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """One line per sample of a batch; prints as a table.
 
@@ -42,9 +46,8 @@ class Explanation:
        3    4
     """
 
-    def __init__(self, columns: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        self.columns = dict(columns)
-        self.num_rows = num_rows
+    columns: Mapping[str, torch.Tensor]
+    num_rows: int
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns the column of that name, `[B]` or `[B, A]`."""
@@ -58,16 +61,13 @@ class Explanation:
         title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
-        cells = [map(_cell, column[:_ROWS_SHOWN].tolist()) for column in self.columns.values()]
-        table = [tuple(self.columns), *zip(*cells, strict=True)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in table
-        ]
+        shown = {name: it[:_ROWS_SHOWN].tolist() for name, it in self.columns.items()}
+        columns = [[name, *map(_cell, values)] for name, values in shown.items()]
+        aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+        lines = [title, *map("  ".join, zip(*aligned, strict=True))]
         if (hidden := len(self) - _ROWS_SHOWN) > 0:
             lines.append(f"... {hidden} more")
-        return "\n".join([title, *lines])
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -80,11 +80,7 @@ def _cell(value: float | list[Any]) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def explain(
-    batch: TensorDictBase,
-    episodes: EpisodeIndex,
-    goal_keys: Iterable[NestedKey] = (keys.DESIRED_GOAL,),
-) -> Explanation:
+def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> Explanation:
     """Reports for each sample which row it is and how it was transformed.
 
     The columns, int64 unless noted; the last four groups appear only if the batch holds their entries:
@@ -104,7 +100,7 @@ def explain(
     Args:
         batch: a sampled batch with its `index`, whose rows have not been overwritten since.
         episodes: the index of the storage that it was sampled from.
-        goal_keys: the goals that may have been drawn for it.
+        sampler: that of the storage, which may have drawn goals.
 
     Raises:
         KeyError: the batch has no `index`.
@@ -126,7 +122,9 @@ def explain(
     for name, key in _OPTIONAL:
         if (column := _column(batch, key)) is not None:
             columns[name] = column
-    for key in goal_keys:
+    # The batch may have been drawn before the sampler was replaced.
+    drawn = [layer.goal_key for layer in layers_of(sampler) if isinstance(layer, HERSampler)]
+    for key in dict.fromkeys([keys.DESIRED_GOAL, *drawn]):
         goals, mask = (_column(batch, entry) for entry in keys.goal_entries(key))
         if goals is not None and mask is not None:
             name = "goal" if key == keys.DESIRED_GOAL else ".".join(keys.key_path(key))

@@ -1,6 +1,6 @@
 """The way of a batch: sampler, sample unit, rows, transforms.
 
-Letters: B batch.
+Letters: B batch, S rows of a sequence.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import NestedKey, TensorDictBase, pad
+from tensordict import TensorDictBase, pad
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
@@ -23,9 +22,11 @@ from trl_storages.refused import refuse_stock
 from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
 from trl_storages.transforms import ReplayTransform, parts_of
 
-__all__ = ["Flow", "draw_episodes", "read", "undisturbed"]
+__all__ = ["Flow", "draw_episodes", "read"]
 
-Slots = tuple[torch.Tensor, dict[Any, torch.Tensor]]
+Entries = dict[Any, torch.Tensor]
+#: A batch, what sampler and sample unit say of its rows, and all slots that were read, `[*, B]` each.
+Drawn = tuple[TensorDictBase, Entries, list[torch.Tensor]]
 
 
 class Flow:
@@ -41,20 +42,23 @@ class Flow:
 
     Attributes:
         num_transforms: how many transforms there were.
-        num_steps: how many rows of a batch belong together.
+        num_steps: how many rows of a batch belong together, one behind another.
         others: the transforms that know batches alone.
     """
 
     def __init__(self, sampler: Sampler, unit: EpisodeSequence | None, transform: Compose) -> None:
         layers = sampler.layers if isinstance(sampler, OwnSampler) else []
-        self._slots: Callable[..., Slots] = sampler.sample if layers else partial(_live, sampler)
+        self._slots: Callable[..., tuple[torch.Tensor, Entries]] = (
+            sampler.sample if layers else partial(_live, sampler)
+        )
         self._unit, self.num_steps = unit, 1 if unit is None else unit.num_steps
         self.num_transforms, parts = len(transform), parts_of(transform)
         replayed = [part for part in parts if isinstance(part, ReplayTransform)]
         self.others = [part for part in parts if not isinstance(part, ReplayTransform)]
-        for part in self.others:
-            refuse_stock(part)
-        self._unwritten = _unwritten(layers, replayed)
+        refuse_stock(*self.others)
+        written = [part.goal_key for part in replayed if part.uses_goals]
+        drawn = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
+        self._unwritten = [] if None in written else [key for key in drawn if key not in written]
         # Those that need nothing more are not asked each time.
         prepared = [it for it in replayed if type(it).prepare is not ReplayTransform.prepare]
         self._prepares = [part.prepare for part in prepared]
@@ -63,9 +67,7 @@ class Flow:
             for part in parts
         ]
 
-    def draw(
-        self, storage: PackedStorage, batch_size: int
-    ) -> tuple[TensorDictBase, dict[Any, torch.Tensor], list[torch.Tensor]]:
+    def draw(self, storage: PackedStorage, batch_size: int) -> Drawn:
         """Draws a batch `[B]`.
 
         Returns:
@@ -90,8 +92,44 @@ class Flow:
             replay(rows)
         return rows.tensordict(), info, rows.read
 
+    def draw_beside_writer(
+        self, storage: PackedStorage, batch_size: int
+    ) -> tuple[TensorDictBase, Entries]:
+        """Draws a batch, all rows of which were live until all that they need was read.
 
-def _live(sampler: Sampler, storage: PackedStorage, batch_size: int) -> Slots:
+        Those that were not come from further batches. So a reader gets on, however fast the writer is.
+        """
+        batch, info, gone = self._draw_and_look(storage, batch_size)
+        while gone.any():
+            other, others, is_gone = self._draw_and_look(storage, batch_size)
+            if len(gone) != batch.numel():  # a transform has made something else of the rows
+                batch, info, gone = other, others, is_gone
+                continue
+            taken = gone & ~is_gone
+            batch = torch.where(taken.view(batch.batch_size).to(other.device), other, batch)
+            for key, value in info.items():
+                info[key] = torch.where(expand_as_right(taken, value), others[key], value)
+            gone &= ~taken
+        return batch, info
+
+    def _draw_and_look(self, storage: PackedStorage, batch_size: int) -> tuple[Any, Entries, Any]:
+        """Draws a batch, and says of which of its rows `[B]` something may have given way."""
+        seen: Any = storage.look()
+        batch, info, slots = self.draw(storage, batch_size)
+        found = torch.zeros_like(slots[0], dtype=torch.bool)
+        for read in slots:
+            gone = storage.gave_way(seen, read)
+            # What was read of other rows may have been for any.
+            is_of_rows = gone.shape[-1:] == found.shape
+            found |= gone.reshape(-1, len(found)).any(0) if is_of_rows else gone.any()
+        # The rows of a sequence belong together.
+        S = self.num_steps
+        return batch, info, found.view(-1, S).any(1).repeat_interleave(S)
+
+
+def _live(
+    sampler: Sampler, storage: PackedStorage, batch_size: int
+) -> tuple[torch.Tensor, Entries]:
     """Draws by a sampler of the user's.
 
     Raises:
@@ -111,67 +149,6 @@ def _transform(part: Transform, rows: RowView) -> None:
         rows.transform(part)
 
 
-def _unwritten(layers: list[OwnSampler], parts: list[ReplayTransform]) -> list[NestedKey]:
-    """Returns the goals that are drawn and that no transform writes."""
-    written = [part.goal_key for part in parts if part.uses_goals]
-    drawn = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
-    return [key for key in drawn if key not in written and None not in written]
-
-
-Entries = dict[Any, torch.Tensor]
-# A batch, what samplers say of its rows, and all slots that were read.
-Drawn = tuple[TensorDictBase, Entries, list[torch.Tensor]]
-
-
-def undisturbed(
-    storage: PackedStorage, draw: Callable[[], Drawn], num_steps: int = 1
-) -> tuple[TensorDictBase, Entries]:
-    """Draws a batch, all rows of which were live until they were read, with all rows that they needed.
-
-    Those that were not come from further batches. So a reader gets on, however fast the writer is.
-
-    Args:
-        storage: holds the rows.
-        draw: returns B rows, what samplers say of them, and which slots were read, `[*, B]` each.
-        num_steps: how many rows belong together, one behind another.
-    """
-    seen = storage.look()
-    batch, info, slots = draw()
-    gone = _gone(storage, seen, slots, num_steps)
-    while gone is not None and gone.any():
-        seen = storage.look()
-        other, more, slots = draw()
-        again = _gone(storage, seen, slots, num_steps)
-        taken = gone if again is None else gone & ~again
-        if len(gone) != batch.numel():  # a transform has made something else of the rows
-            taken = torch.zeros_like(gone)
-            if again is None or not again.any():
-                return other, more
-        batch = torch.where(taken.view(batch.batch_size).to(other.device), other, batch)
-        info = {key: _merged(taken, more[key], value) for key, value in info.items()}
-        gone &= ~taken
-    return batch, info
-
-
-def _gone(
-    storage: PackedStorage, seen: np.ndarray | None, slots: list[torch.Tensor], num_steps: int
-) -> torch.Tensor | None:
-    """Returns of which rows `[B]` something gave way; None if nothing could."""
-    if seen is None:
-        return None
-    found = torch.zeros_like(slots[0], dtype=torch.bool)
-    for read in slots:
-        gone = storage.gave_way(seen, read)
-        # What was read of other rows may have been for any.
-        is_of_rows = gone.shape[-1:] == found.shape
-        found |= gone.reshape(-1, len(found)).any(0) if is_of_rows else gone.any()
-    return found.view(-1, num_steps).any(1).repeat_interleave(num_steps)
-
-
-def _merged(mask: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask.view(-1, *(1 for _ in one.shape[1:])).to(one.device), one, other)
-
-
 def read(storage: PackedStorage, index: Any) -> Any:
     """Reads rows by a slice of the history, oldest first, by slots or a mask; or an entry of all.
 
@@ -183,9 +160,8 @@ def read(storage: PackedStorage, index: Any) -> Any:
         return read(storage, slice(None))[index]
     if isinstance(index, slice):
         seen = storage.look()
-        slots = storage.episodes.slots_by_age()
-        slots = slots[torch.tensor([*range(len(slots))[index]], dtype=torch.int64)]
-        batch, gone = storage.read(slots, seen)
+        by_age = storage.episodes.slots_by_age().numpy()
+        batch, gone = storage.read(torch.from_numpy(by_age[index].copy()), seen)
         return batch if gone is None else batch[~gone]
     slots = arguments.values("index", index).cpu()
     if slots.dtype is torch.bool:
@@ -207,19 +183,18 @@ def draw_episodes(
     """
     parts: list[TensorDictBase] = []
     while (missing := n - sum(map(len, parts))) > 0:
-        seen = storage.look()
-        batch, gone = _draw_episodes(storage, seen, missing, generator)
-        parts.append(batch if gone is None else batch[~gone])
+        parts.append(_draw_episodes(storage, missing, generator))
+    if len(parts) == 1:
+        return parts[0]
     longest = max(part.shape[1] for part in parts)
-    padded = [pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts]
-    return torch.cat(padded) if len(parts) > 1 else parts[0]
+    return torch.cat([pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts])
 
 
 def _draw_episodes(
-    storage: PackedStorage, seen: Any, n: int, generator: torch.Generator | None
-) -> tuple[TensorDictBase, torch.Tensor | None]:
-    """Returns episodes `[n, T]`, and which of them `[n]` gave way."""
-    episodes = storage.episodes
+    storage: PackedStorage, n: int, generator: torch.Generator | None
+) -> TensorDictBase:
+    """Returns those of n drawn episodes that did not give way meanwhile."""
+    episodes, seen = storage.episodes, storage.look()
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max())).expand(n, -1)
@@ -227,8 +202,6 @@ def _draw_episodes(
     slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
     batch, gone = storage.read(slots, seen)
     mask = (step < length[:, None]).to(storage.device)
-    batch = batch.apply(
-        lambda leaf: torch.where(expand_as_right(mask, leaf), leaf, leaf.new_zeros(()))
-    )
+    batch = batch.masked_fill_(~mask, 0)
     batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
-    return batch, None if gone is None else gone.any(1)
+    return batch if gone is None else batch[~gone.any(1)]

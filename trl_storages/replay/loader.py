@@ -92,28 +92,17 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         open_reader = copy.deepcopy(self._open_reader)
         reader = open_reader(generator=torch.Generator().manual_seed(seed))
         while True:
-            if worker is not None:
-                _wait_for_rows(reader)
+            stop = time.monotonic() + (0 if worker is None else _PATIENCE)
+            while not reader.can_sample() and time.monotonic() < stop:
+                time.sleep(0.01)
             yield reader.sample()
 
 
-def _wait_for_rows(reader: Any) -> None:
-    begin = time.monotonic()
-    while not reader.can_sample() and time.monotonic() - begin < _PATIENCE:
-        time.sleep(0.01)
-
-
 def make_loader(
-    storage: Any,
-    num_workers: int,
-    batch_size: int | None,
-    pin_memory: bool,
-    seed: int | None,
-    options: dict[str, Any],
+    storage: Any, batch_size: int | None, seed: int | None, options: dict[str, Any]
 ) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
     batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
-    seed = arguments.optional(arguments.integer, "seed", seed)
     rows = storage.storage
     if rows.path is None or not rows.initialized:
         raise RuntimeError(
@@ -133,18 +122,13 @@ def make_loader(
         sample_unit=storage.sample_unit,
         batch_size=batch_size,
     )
+    # Pinning requires CUDA.
+    options["pin_memory"] &= torch.cuda.is_available()
     return DataLoader(
         ReplayBatches(open_reader),
         batch_size=None,
-        num_workers=arguments.integer("num_workers", num_workers),
-        collate_fn=_as_it_is,
-        # Pinning requires CUDA.
-        pin_memory=arguments.flag("pin_memory", pin_memory) and torch.cuda.is_available(),
+        # The default one would rebuild a TensorDict as a dict.
+        collate_fn=torch.nn.Identity(),
         generator=None if seed is None else torch.Generator().manual_seed(seed),
         **options,
     )
-
-
-def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
-    # The default collate function would rebuild a TensorDict as a dict.
-    return batch

@@ -5,7 +5,8 @@ TorchRL's `RayReplayBuffer` is the handle of the actor; passed to another proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -14,9 +15,12 @@ from torchrl.data import RayReplayBuffer
 
 from trl_storages._torchrl import RayClient
 from trl_storages.arguments import Strict
-from trl_storages.replay.state import PARAMETERS
+from trl_storages.replay.state import Parameter
+from trl_storages.replay.storage import ReplayStorage
 
-__all__ = ["StorageClient", "StorageHandle", "in_actor", "on_ray"]
+__all__ = ["StorageClient", "StorageHandle", "in_actor"]
+
+_PARAMETERS = {name for name, it in vars(ReplayStorage).items() if isinstance(it, Parameter)}
 
 
 class StorageClient(Strict, RayClient):  # type: ignore[misc]
@@ -29,12 +33,12 @@ class StorageClient(Strict, RayClient):  # type: ignore[misc]
     has_gpu = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in PARAMETERS:
+        if name in _PARAMETERS:
             return self.get_parameter(name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARAMETERS:
+        if name in _PARAMETERS:
             self.set_parameter(name, value)
         else:
             super().__setattr__(name, value)
@@ -45,25 +49,19 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
 
     has_gpu = False
 
-    def client(self) -> Any:
+    def client(self) -> StorageClient:
         """Returns what other processes call the storage by."""
-        if self.transport_kind == "distributed":
-            return super().client()
         return StorageClient(self._rb, has_gpu=self.has_gpu)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn."""
-        found: bool = self.client().can_sample(batch_size)
-        return found
+        return bool(self.client().can_sample(batch_size))
 
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
         """Updates the priorities of a drawn batch, as `ReplayStorage.update_tensordict_priority`."""
-        if priority is None:
-            super().update_tensordict_priority(data)
-        else:
-            self.client().update_tensordict_priority(data, priority)
+        self.client().update_tensordict_priority(data, priority)
 
     def __getattr__(self, name: str) -> Any:
         if name[0] == "_":
@@ -71,70 +69,40 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         return getattr(self.client(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARAMETERS:
-            setattr(self.client(), name, value)
-        else:
-            super().__setattr__(name, value)
+        holder = self.client() if name in _PARAMETERS else super()
+        holder.__setattr__(name, value)
 
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (self.client(),)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(StorageClient, has_gpu=self.has_gpu), (self._rb,)
 
     __repr__ = object.__repr__
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def on_ray(
-    storage_class: type, *args: Any, options: Mapping[str, Any], **named: Any
-) -> StorageHandle:
-    """Makes a storage in an actor.
-
-    Args:
-        storage_class: a `ReplayStorage`.
-        *args: of its constructor.
-        options: `remote_config` and `ray_init_config`, as in `RayReplayBuffer`.
-        **named: of its constructor, or of `RayReplayBuffer`.
-    """
-    return StorageHandle(*args, replay_buffer_cls=in_actor(storage_class), **options, **named)
-
-
-def in_actor(storage_class: type) -> type:
+def in_actor(storage_class: type[ReplayStorage]) -> type[ReplayStorage]:
     """Returns a storage class for calls of several processes, which arrive in any order.
 
     - Each `extend` writes episodes of its own, unless `lanes` names the lanes that it goes on with; each
       lane is then one process's.
     - `add` and `record`, which write single steps, raise.
     - Parts may be functions that make them: `storage`, `writer`, `sampler`, `transform_factory`.
-
-    Args:
-        storage_class: a `ReplayStorage`.
     """
-    return type(
-        storage_class.__name__, (_InActor, storage_class), {"__doc__": storage_class.__doc__}
-    )
+    doc = {"__doc__": storage_class.__doc__}
+    return type(storage_class.__name__, (_InActor, storage_class), doc)
 
 
-class _InActor:
+class _InActor(ReplayStorage):
     """What is different in a storage that several processes call."""
 
     # TorchRL sets it.
     is_remote = True
-    # Of `ReplayStorage`.
-    episodes: Any
-    _replay_lock: Any
-    _write_lock: Any
 
     def __init__(
         self,
         *args: Any,
-        delayed_init: bool = False,
+        delayed_init: bool = False,  # TorchRL's handle names it
         transform_factory: Callable[[], Any] | None = None,
         **options: Any,
     ) -> None:
-        # TorchRL's handle says `delayed_init`; this process is the one the storage stays in.
-        del delayed_init
         for name in ("storage", "writer", "sampler"):
             if callable(options.get(name)):
                 options[name] = options[name]()
@@ -148,22 +116,28 @@ class _InActor:
         with self._replay_lock, self._write_lock:
             if lanes is None:
                 self.episodes.end_episodes()
-            slots: torch.Tensor = super().extend(  # type: ignore[misc]
-                tensordicts, lanes=lanes, **options
-            )
+            slots = super().extend(tensordicts, lanes=lanes, **options)
             if lanes is None:
                 self.episodes.end_episodes()
         return slots
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False, **_: Any) -> Any:
-        batch, info = super().sample(batch_size, True)  # type: ignore[misc]
-        return (_alone(batch), info) if return_info else _alone(batch)
+    def record(self, *step: Any, **named: Any) -> NoReturn:
+        raise RuntimeError(
+            "a single step must say whose it is, and in a Ray actor any process may call: use "
+            "extend(steps, lanes=[lane]), each process with its own, or extend(whole_episodes)."
+        )
+
+    add = record
+
+    def sample(self, *args: Any, **options: Any) -> Any:
+        found = super().sample(*args, **options)
+        return (_alone(found[0]), found[1]) if isinstance(found, tuple) else _alone(found)
 
     def sample_episodes(self, n: int) -> Any:
-        return _alone(super().sample_episodes(n))  # type: ignore[misc]
+        return _alone(super().sample_episodes(n))
 
     def __getitem__(self, index: Any) -> Any:
-        return _alone(super().__getitem__(index))  # type: ignore[misc]
+        return _alone(super().__getitem__(index))
 
     def get_parameter(self, name: str) -> Any:
         return getattr(self, name)
@@ -171,13 +145,7 @@ class _InActor:
     def set_parameter(self, name: str, value: Any) -> None:
         setattr(self, name, value)
 
-    def add(self, data: TensorDictBase) -> NoReturn:
-        _refuse("add")
-
-    def record(self, *step: Any, **named: Any) -> NoReturn:
-        _refuse("record")
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Of a method that returns the storage: its rows stay here.
         return type(None), ()
 
@@ -185,10 +153,3 @@ class _InActor:
 def _alone(batch: Any) -> Any:
     """Returns a batch whose entries have memory of their own: each would be sent with its block."""
     return batch.apply(torch.clone) if isinstance(batch, TensorDictBase) else batch.clone()
-
-
-def _refuse(method: str) -> NoReturn:
-    raise RuntimeError(
-        f"{method}() must know whose step it is given, and in a Ray actor any process may call it: "
-        "call extend(steps, lanes=[lane]), each process with its own, or extend(whole_episodes)."
-    )

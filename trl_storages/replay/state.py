@@ -5,7 +5,7 @@ All parts are parsed before any is adopted, so what is refused changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,23 +13,16 @@ import torch
 from trl_storages import arguments
 from trl_storages.arguments import Checked
 from trl_storages.samplers import OwnSampler
-from trl_storages.states import Adopt, State, array, entries_of, from_json, nothing, to_json
+from trl_storages.states import Adopt, State, array, entries_of, from_json, joined, nothing, to_json
 from trl_storages.transforms import ReplayTransform
 
-__all__ = ["PARAMETERS", "Parameter", "parsed", "parsed_rest", "rest_of", "resume", "state_of"]
+__all__ = ["Parameter", "parsed", "parsed_rest", "rest_of", "resume"]
 
-_ALL = ("rows", "rest")
-_REST = ("parts", "writer", "recorder", "generator", "batch_size", "cursors")
-
-
-def state_of(storage: Any) -> State:
-    """Returns the state of a `ReplayStorage`. Its rows may share the memory of the storage."""
-    rest = rest_of(storage)
-    return {"rows": storage._storage.state(), "rest": rest}
+_REST = ("parts", "writer", "recorder", "generator", "cursors")
 
 
 def rest_of(storage: Any) -> State:
-    """Returns the state of all but the rows."""
+    """Returns the state of all of a `ReplayStorage` but its rows."""
     if (prioritized := storage._prioritized) is not None:
         prioritized.priorities_of(storage._storage)  # rows that are new get their priorities
     generator = storage._rng
@@ -38,7 +31,6 @@ def rest_of(storage: Any) -> State:
         "writer": storage._writer.state(),
         "recorder": storage._recorder.state(),
         "generator": None if generator is None else generator.get_state(),
-        "batch_size": storage.batch_size,
         "cursors": storage.episodes.cursors.tolist(),
     }
 
@@ -49,15 +41,10 @@ def parsed(storage: Any, state: Any) -> Adopt:
     Raises:
         ValueError, TypeError, KeyError: the state is damaged, or of another storage.
     """
-    rows, rest = entries_of("a storage", state, _ALL)
+    rows, rest = entries_of("a storage", state, ("rows", "rest"))
     adopt_rest = parsed_rest(storage, rest)
-    adopt_rows = storage._storage.parsed(rows, to_json(rest))
-
-    def adopt() -> None:
-        adopt_rows()  # first, as there may be no room for them on the disk
-        adopt_rest()
-
-    return adopt
+    # Rows first, as there may be no room for them on the disk.
+    return joined(storage._storage.parsed(rows, to_json(rest)), adopt_rest)
 
 
 def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
@@ -67,31 +54,18 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     recorder know holds with the last row that they wrote only: of a writer that was killed after it the
     environments are gone.
     """
-    rest = entries_of("a storage", state, _REST)
-    parts, writer, recorder, generator, batch_size, cursors = rest
+    parts, writer, recorder, generator, cursors = entries_of("a storage", state, _REST)
     own = storage.parts()
     if not isinstance(parts, list) or (len(parts) != len(own) and not reopened):
         raise ValueError(
             f"the state must be of {len(own)} samplers and transforms: nothing changed."
         )
-    adopts = [
-        _parsed_part(part, its, reopened=reopened)
-        for part, its in zip(own, parts, strict=not reopened)
-    ]
+    parse = _parsed_reopened if reopened else _parsed_part
+    adopts = [parse(part, its) for part, its in zip(own, parts, strict=not reopened)]
     adopts.append(_parsed_generator(storage, generator))
-    if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
-        raise ValueError("cursors must be a list of whole numbers: nothing changed.")
     if not reopened or cursors == storage.episodes.cursors.tolist():
         adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
-    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
-
-    def adopt() -> None:
-        for each in adopts:
-            each()
-        if not reopened:
-            storage._batch_size = batch_size
-
-    return adopt
+    return joined(*adopts)
 
 
 def resume(storage: Any) -> None:
@@ -110,87 +84,74 @@ def resume(storage: Any) -> None:
     adopt()
 
 
+# Samplers and transforms
+
+_PART = ("kind", "parameters", "state")
+
+
 def _state_of_part(part: Any) -> State:
-    is_own = isinstance(part, OwnSampler | ReplayTransform)
     return {
         "kind": type(part).__name__,
         "parameters": {name: part.__dict__[name] for name in _parameters(part)},
-        "state": part.state() if is_own else dict(part.state_dict() or {}),
+        "state": part.state() if _is_own(part) else dict(part.state_dict() or {}),
     }
 
 
-def _parsed_part(part: Any, state: Any, *, reopened: bool) -> Adopt:
-    kind, parameters, state = entries_of("a part", state, ("kind", "parameters", "state"))
-    is_own = isinstance(part, OwnSampler | ReplayTransform)
-    is_same = isinstance(kind, str) and kind == type(part).__name__
-    if reopened and not (is_same and is_own):
-        return nothing
-    if not is_same:
+def _is_own(part: Any) -> bool:
+    return isinstance(part, OwnSampler | ReplayTransform)
+
+
+def _parameters(part: Any) -> dict[str, Checked]:
+    """Returns the parameters that a part has."""
+    found = {name: getattr(type(part), name, None) for name in part.__dict__}
+    return {name: each for name, each in found.items() if isinstance(each, Checked)}
+
+
+def _parsed_part(part: Any, state: Any) -> Adopt:
+    kind, values, state = entries_of("a part", state, _PART)
+    if kind != type(part).__name__:
         raise ValueError(
             f"the state must be of a {type(part).__name__}, got {arguments.shown(kind)}: nothing changed."
         )
-    names = _parameters(part)
-    trial = object.__new__(type(part))
-    for name, value in zip(names, entries_of(kind, parameters, names), strict=True):
+    adopt_state = part.parsed(state) if _is_own(part) else _parsed_other(part, state)
+    parameters, trial = _parameters(part), object.__new__(type(part))
+    for name, value in zip(parameters, entries_of(kind, values, parameters), strict=True):
         if isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be no tensor: nothing changed.")
-        _parameter(part, name).__set__(trial, value)
-    adopt_rest = part.parsed(state) if is_own else _parsed_other(part, state)
+        parameters[name].__set__(trial, value)
+    return joined(partial(part.__dict__.update, trial.__dict__), adopt_state)
 
-    def adopt() -> None:
-        if not reopened:
-            part.__dict__.update({name: trial.__dict__[name] for name in names})
-        adopt_rest()
 
+def _parsed_reopened(part: Any, state: Any) -> Adopt:
+    kind, _, state = entries_of("a part", state, _PART)
+    is_same = kind == type(part).__name__ and _is_own(part)
+    adopt: Adopt = part.parsed(state) if is_same else nothing
     return adopt
-
-
-def _parameters(part: Any) -> list[str]:
-    """Returns the names of the parameters of a part."""
-    return [name for name in part.__dict__ if isinstance(_parameter(part, name), Checked)]
-
-
-def _parameter(part: Any, name: str) -> Any:
-    return getattr(type(part), name, None)
 
 
 def _parsed_other(part: Any, state: Any) -> Adopt:
     """Parses the state of a part of TorchRL's, or of the user's own, that must be as it is now."""
     own = part.state_dict() or {}
-    values = entries_of(type(part).__name__, state, [*own])
+    values = entries_of(type(part).__name__, state, own)
     for (name, now), value in zip(own.items(), values, strict=True):
         if isinstance(now, torch.Tensor):
             array(name, value, now.dtype, *now.shape)
-        elif type(value) is not type(now):
-            kind = type(now).__name__
-            raise ValueError(
-                f"{name} must be {kind}, got {arguments.shown(value)}: nothing changed."
-            )
-    load: Callable[[Any], Any] = part.load_state_dict
-    return (lambda: load(state)) if own else nothing
+        else:
+            arguments.instance(name, value, type(now))
+    return partial(part.load_state_dict, state) if own else nothing
 
 
 def _parsed_generator(storage: Any, state: Any) -> Adopt:
     if state is None:
         return nothing
     generator = torch.Generator()
-    array("generator", state, torch.uint8, *generator.get_state().shape)
     try:
         generator.set_state(state)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"generator must be whole, got another: {error}") from None
-
-    def adopt() -> None:
-        if storage._rng is None:
-            storage.set_rng(generator)
-        else:
-            storage._rng.set_state(state)
-
-    return adopt
-
-
-#: Their names.
-PARAMETERS: set[str] = set()
+    if storage._rng is None:
+        return partial(storage.set_rng, generator)
+    return partial(storage._rng.set_state, state)
 
 
 class Parameter:
@@ -204,7 +165,6 @@ class Parameter:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
-        PARAMETERS.add(name)
 
     def __get__(self, storage: Any, owner: type) -> Any:
         if storage is None:
@@ -218,16 +178,10 @@ class Parameter:
                 setattr(part, self._name, value)
 
     def _holders(self, storage: Any) -> list[Any]:
-        found = [part for part in storage.parts() if self._name in _names(part)]
+        found = [part for part in storage.parts() if self._name in _parameters(part)]
         if not found:
             raise AttributeError(
                 f"no part of this storage has {self._name!r}: make it with {self._name}=, or with a "
                 "sampler or transform that has it."
             )
         return found
-
-
-def _names(part: Any) -> set[str]:
-    """Returns the parameters of a part."""
-    kinds = type(part).__mro__
-    return {name for kind in kinds for name, it in vars(kind).items() if isinstance(it, Checked)}

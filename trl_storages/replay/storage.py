@@ -10,10 +10,8 @@ import multiprocessing
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +20,21 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import arguments, keys
+from trl_storages import arguments
 from trl_storages._torchrl import dispatch_td_nn_modules
 from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.refused import Refusing, refuse_stock
-from trl_storages.replay.batch_priorities import drawn_priorities, one_each
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import Flow, draw_episodes, read, undisturbed
+from trl_storages.replay.flow import Flow, draw_episodes, read
 from trl_storages.replay.loader import Ahead, make_loader
-from trl_storages.replay.remote import StorageHandle, on_ray
-from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume, state_of
+from trl_storages.replay.priorities import drawn_priorities, prioritized, written_priorities
+from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
-    HERSampler,
     PERSampler,
     UniformSampler,
-    checked_priorities,
     layers_of,
     own_sampler,
 )
@@ -55,15 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayStorage"]
 
-# Seconds between two looks of a draw that waits for rows.
-_PAUSE = 0.005
 
-
-class ReplayStorage(
-    Refusing,
-    Strict,
-    TensorDictReplayBuffer,  # type: ignore[misc]
-):
+class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     """A `TensorDictReplayBuffer` over lanes of episodes, whose transforms see the rows that are drawn.
 
     TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
@@ -86,7 +74,6 @@ class ReplayStorage(
         priority_key: entry of written steps, and of batches, that holds their priorities.
         pin_memory: whether batches are in pinned memory.
         shared: whether to `share()` at once.
-        transport: how a storage in an actor is reached; see `TensorDictReplayBuffer`.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
@@ -108,6 +95,7 @@ class ReplayStorage(
     # What the constructor of TorchRL's buffers sets, as its other methods read it.
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
+    _accepts_transport_backend, _is_epoch_over = False, False
     _write_lock: AbstractContextManager[Any] = nullcontext()
 
     n_step = Parameter("n of the n-step returns, of `NStep`.")
@@ -139,15 +127,11 @@ class ReplayStorage(
         priority_key: NestedKey = "td_error",
         pin_memory: bool = False,
         shared: bool = False,
-        transport: str | None = None,
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # TorchRL's metaclass has seen to them.
-        del service_backend, service_backend_options
-        arguments.optional(arguments.choice, "transport", transport, ("auto", "direct"))
-        for part in (storage, writer, sample_unit):
-            refuse_stock(part)
+        # TorchRL's metaclass sees to the backend.
+        refuse_stock(storage, writer, sample_unit)
         arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
         arguments.optional(arguments.instance, "writer", writer, EpisodeWriter)
         arguments.optional(arguments.instance, "recorder", recorder, Recorder)
@@ -167,14 +151,13 @@ class ReplayStorage(
         self._rng = arguments.generator("generator", generator)
         self._sampler = own_sampler(UniformSampler() if sampler is None else sampler)
         self._transform = transform if isinstance(transform, Compose) else Compose()
-        _check_transform(self._transform.eval())
+        refuse_stock(*parts_of(self._transform.eval()))
         if not isinstance(transform, Compose | None):
             self.append_transform(transform)
         prefetch = arguments.optional(arguments.integer, "prefetch", prefetch)
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
-        self._ahead = Ahead(self._draw_ahead, prefetch or 0)
-        self._is_epoch_over = False
+        self._prefetch_queue = Ahead(self._draw_ahead, prefetch or 0)
         writer.register_storage(storage)
         self._attach(self._sampler)
         storage.is_replayed = True
@@ -188,18 +171,17 @@ class ReplayStorage(
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
         cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
-    ) -> StorageHandle:
+    ) -> Any:
+        # Imported here, as what is in an actor is a storage itself.
+        from trl_storages.replay import remote
+
         arguments.choice("service_backend", service_backend, ("direct", "ray"))
-        return on_ray(cls, *args, options=service_backend_options, **options)
+        options |= service_backend_options
+        return remote.StorageHandle(*args, replay_buffer_cls=remote.in_actor(cls), **options)
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        mode: str = "r+",
-        check: bool = False,
-        **options: Any,
+        cls, path: str | os.PathLike[str], *, mode: str = "r+", check: bool = False, **options: Any
     ) -> Self:
         """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
 
@@ -244,19 +226,13 @@ class ReplayStorage(
         """Whether every slot holds a row, so that the next write evicts the oldest."""
         return bool(self.episodes.is_full)
 
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written, including overwritten ones."""
-        return int(self._writer.write_count)
-
     def parts(self) -> list[Any]:
         """Returns the samplers and the transforms."""
         return [*layers_of(self._sampler), *parts_of(self._transform)]
 
     @property
     def _prioritized(self) -> PERSampler | None:
-        layer = layers_of(self._sampler)[-1]
-        return layer if isinstance(layer, PERSampler) else None
+        return prioritized(self._sampler)
 
     def __len__(self) -> int:
         self._storage.look()
@@ -266,18 +242,6 @@ class ReplayStorage(
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
         arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
         return len(self) > 0
-
-    def stats(self) -> dict[str, int | float | bool]:
-        """Returns numbers to monitor: size, capacity, utilization, write_count, prefetch_queue_size."""
-        size, capacity = len(self), self._storage.max_size
-        return {
-            "size": size,
-            "write_count": self.write_count,
-            "prefetch_queue_size": len(self._ahead),
-            "initialized": True,
-            "capacity": capacity,
-            "utilization": size / capacity,
-        }
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer, *parts_of(self._transform)]
@@ -314,10 +278,7 @@ class ReplayStorage(
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
         sampler = None if update_priority is False else self._prioritized
-        priority = None if sampler is None else data.get(self.priority_key, None)
-        if sampler is not None and priority is not None:
-            size = data.numel()
-            priority = checked_priorities(one_each(priority, size, sampler.reduction), size)
+        priority = written_priorities(data, self.priority_key, sampler)
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
             if sampler is not None and priority is not None:
@@ -330,12 +291,10 @@ class ReplayStorage(
         Returns:
             int64 slots of the batch size of `data`.
         """
-        if arguments.steps("data", data).ndim:
-            return self.extend(data)
-        if self._writer.num_envs > 1:
-            return self._writer.add(data)
-        slots = self.extend(data.unsqueeze(0))
-        return slots[0] if len(slots) else slots
+        if not arguments.steps("data", data).ndim and self._writer.num_envs > 1:
+            return self._writer.add(data)  # raises: it says not which lane it is of
+        slots = self.extend(data if data.ndim else data.unsqueeze(0))
+        return slots.view(data.batch_size) if len(slots) else slots
 
     def record(
         self,
@@ -400,10 +359,10 @@ class ReplayStorage(
         Raises:
             ValueError: there is no such lane. Nothing is changed then.
         """
-        named = None if lanes is None else [*named_lanes(lanes, self._writer.num_envs)]
+        named = [*named_lanes(lanes, self._writer.num_envs)]
         with self._replay_lock, self._write_lock:
             self._storage.end_episodes(named)
-            self._recorder.reset(lanes)
+            self._recorder.reset(named)
 
     def rewrite(self, index: torch.Tensor, values: Any) -> None:
         """Overwrites values of the step of some rows, such as rewards; see `PackedStorage.rewrite`."""
@@ -422,8 +381,8 @@ class ReplayStorage(
         """
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
-            self._ahead.drop()
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+            self._prefetch_queue.drop()
             self._storage.empty(keep_steps)
             self._writer._empty(empty_write_count)
             self._sampler._empty()
@@ -443,7 +402,7 @@ class ReplayStorage(
             ValueError: `prefetch` is set.
         """
         if arguments.flag("shared", shared) and not self.shared:
-            if self._ahead.number:
+            if self._prefetch_queue.number:
                 raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
             with self._replay_lock:
                 self._storage.share()
@@ -474,23 +433,12 @@ class ReplayStorage(
 
     # Drawing
 
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        *,
-        wait: bool = False,
-        timeout: float | None = None,
-        cancel_event: Any = None,
-    ) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
-            wait: whether to wait until rows are there.
-            timeout: for how many seconds at most; None waits for ever.
-            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -500,7 +448,6 @@ class ReplayStorage(
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
                 draws goals that no transform writes.
-            TimeoutError: no rows came in time.
         """
         size = self._batch_size
         if batch_size is not None:
@@ -509,14 +456,10 @@ class ReplayStorage(
             raise RuntimeError("a storage that is shut down draws nothing.")
         if size is None:
             raise RuntimeError("batch_size must be given to the storage, or to each sample.")
-        if wait and not self.wait_until_sampleable(
-            size, timeout=timeout, cancel_event=cancel_event
-        ):
-            raise TimeoutError(f"no batch of {size} could be drawn within {timeout} seconds.")
-        if self._ahead.number and size == self._batch_size:
-            batch, info, self._is_epoch_over = self._ahead.take()
+        if self._prefetch_queue.number and size == self._batch_size:
+            batch, info, self._is_epoch_over = self._prefetch_queue.take()
         else:
-            if self._ahead.number:  # so that a seed draws the same
+            if self._prefetch_queue.number:  # so that a seed draws the same
                 self.synchronize()
             with self._replay_lock, self._write_lock:
                 batch, info = self._sample(size)
@@ -524,28 +467,11 @@ class ReplayStorage(
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
 
-    def wait_until_sampleable(
-        self,
-        batch_size: int | None = None,
-        *,
-        timeout: float | None = None,
-        cancel_event: Any = None,
-    ) -> bool:
-        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
-        start = time.monotonic()
-        while not self.can_sample(batch_size):
-            if timeout is not None and time.monotonic() - start >= timeout:
-                return False
-            if cancel_event is not None and cancel_event.is_set():
-                return False
-            time.sleep(_PAUSE)
-        return True
-
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
-        if storage.path is None:  # whoever else writes waits for the locks
+        if storage.path is None or storage.writes:  # whoever else writes waits for the locks
             return flow.draw(storage, batch_size)[:2]
-        return undisturbed(storage, partial(flow.draw, storage, batch_size), flow.num_steps)
+        return flow.draw_beside_writer(storage, batch_size)
 
     def _current_flow(self) -> Flow:
         flow = self._flow
@@ -619,7 +545,7 @@ class ReplayStorage(
             num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
                 process, and raises as `sample` does while there are none.
             batch_size: B; None uses the constructor's.
-            pin_memory: whether batches arrive in pinned memory.
+            pin_memory: whether batches arrive in pinned memory, where there is CUDA.
             seed: of the workers; None uses torch's default generator.
             **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
 
@@ -628,26 +554,25 @@ class ReplayStorage(
             ValueError: a number is too small, or no batch size is known.
         """
         with self._replay_lock:
-            return make_loader(self, num_workers, batch_size, pin_memory, seed, options)
+            options |= {"num_workers": num_workers, "pin_memory": pin_memory}
+            return make_loader(self, batch_size, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Draws batches, to the end of an epoch if the sampler draws in epochs."""
-        if self._batch_size is None:
-            raise RuntimeError("batch_size must be given to the storage to iterate over it.")
         while True:
             yield self.sample()
-            if self._is_epoch_over if self._ahead.number else self._sampler.ran_out:
+            if self._is_epoch_over if self._prefetch_queue.number else self._sampler.ran_out:
                 return
 
     def synchronize(self) -> None:
         """Waits for the batches that are being drawn ahead."""
-        with self._ahead.paused():
+        with self._prefetch_queue.paused():
             pass
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the thread that draws ahead; nothing is drawn afterwards."""
         self._service_shutdown = True
-        self._ahead.close()
+        self._prefetch_queue.close()
 
     # Parts
 
@@ -667,14 +592,12 @@ class ReplayStorage(
 
     def _attach(self, sampler: Any) -> None:
         """Raises a ValueError if a sampler by priority has no room for the rows."""
-        layer = layers_of(sampler)[-1]
-        if isinstance(layer, PERSampler):
+        if (layer := prioritized(sampler)) is not None:
             layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draws with another generator from now on; None is torch's default one."""
-        self._rng = arguments.generator("generator", generator)
-        self._storage._rng = self._writer._rng = self._sampler._rng = self._rng
+        super().set_rng(arguments.generator("generator", generator))
 
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False
@@ -686,7 +609,7 @@ class ReplayStorage(
                 what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
             invert: whether to swap the directions: forward on writes, inverse on samples.
         """
-        _check_transform(arguments.function("transform", transform, "of a batch"))
+        refuse_stock(*parts_of(arguments.function("transform", transform, "of a batch")))
         # A batch that is drawn meanwhile must not see the transforms half changed.
         with self._replay_lock:
             super().append_transform(transform, invert=arguments.flag("invert", invert))
@@ -695,7 +618,7 @@ class ReplayStorage(
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
         index = arguments.integer("index", index, at_most=len(self._transform))
-        _check_transform(arguments.instance("transform", transform, Transform))
+        refuse_stock(*parts_of(arguments.instance("transform", transform, Transform)))
         with self._replay_lock:
             super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
         return self
@@ -727,7 +650,7 @@ class ReplayStorage(
             priority = arguments.values("priority", priority)
         if (sampler := self._prioritized) is None:
             return
-        num_steps = 1 if self._unit is None else self._unit.num_steps
+        num_steps = self._current_flow().num_steps
         slots, values, steps = drawn_priorities(
             data, self.priority_key, priority, sampler.reduction, num_steps
         )
@@ -754,8 +677,9 @@ class ReplayStorage(
 
         Batches that were drawn ahead are not part of it.
         """
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
-            return copy.deepcopy(state_of(self))
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+            rest = rest_of(self)  # first, as it gives new rows their priorities
+            return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
     def load_state_dict(self, state_dict: State) -> None:
         """Goes on from what `state_dict` returned, parameters included.
@@ -764,9 +688,9 @@ class ReplayStorage(
             ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
                 layout, number of lanes, or with other parts. Nothing is changed then.
         """
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             adopt = parsed(self, state_dict)
-            self._ahead.drop()
+            self._prefetch_queue.drop()
             adopt()
 
     def dumps(self, path: Any) -> None:
@@ -783,7 +707,7 @@ class ReplayStorage(
             OSError: the disk is full, or the directory holds something else.
         """
         path = arguments.directory("path", path)
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             rest = to_json(rest_of(self))
             self._storage.dumps(path, rest)
 
@@ -831,9 +755,9 @@ class ReplayStorage(
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
-        with self._ahead.paused(), self._replay_lock, self._write_lock:
-            state = {**self.__dict__, "prefetch": self._ahead.number}
-            own: tuple[str, ...] = ("_ahead", "_flow", "_iterator", "_replay_lock", "_rng")
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+            state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
+            own: tuple[str, ...] = ("_prefetch_queue", "_flow", "_iterator", "_replay_lock", "_rng")
             if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
                 own += ("_write_lock", "shared")
                 # As bytes: tensors that are sent to a spawned process must outlive this call.
@@ -844,7 +768,7 @@ class ReplayStorage(
         rest, prefetch = state.pop("rest", None), state.pop("prefetch")
         self.__dict__.update(state)
         self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
-        self._ahead = Ahead(self._draw_ahead, prefetch)
+        self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         self._storage.is_replayed = True  # a copy of a directory knows nothing of the storage
         if rest is not None:
             parsed_rest(self, pickle.loads(rest))()
@@ -866,10 +790,7 @@ class ReplayStorage(
         """
         arguments.steps("batch", batch)
         with self._replay_lock, self._write_lock:
-            # The batch may have been drawn before `set_sampler`.
-            layers = layers_of(self._sampler)
-            goals = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
-            return explain(batch, self.episodes, dict.fromkeys([keys.DESIRED_GOAL, *goals]))
+            return explain(batch, self.episodes, self._sampler)
 
     def validate(self) -> None:
         """Checks the tables against one another, and in a directory each row.
@@ -879,9 +800,3 @@ class ReplayStorage(
         """
         with self._replay_lock, self._write_lock:
             self._storage.validate()
-
-
-def _check_transform(transform: Any) -> None:
-    """Raises a TypeError if a transform, or a part of it, is one of TorchRL's that would be wrong."""
-    for part in parts_of(transform):
-        refuse_stock(part)

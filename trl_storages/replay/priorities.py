@@ -1,4 +1,4 @@
-"""Extracts new priorities from a sampled batch, one per drawn row or sequence.
+"""Priorities that come with written steps, and that go back with sampled batches.
 
 Letters: N rows of a batch, n sequences, S rows of a sequence.
 """
@@ -7,11 +7,33 @@ from __future__ import annotations
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import keys
-from trl_storages.samplers import REDUCTIONS
+from trl_storages.samplers import REDUCTIONS, PERSampler, checked_priorities, layers_of
 
-__all__ = ["drawn_priorities", "one_each"]
+__all__ = ["drawn_priorities", "prioritized", "written_priorities"]
+
+
+def prioritized(sampler: Sampler) -> PERSampler | None:
+    """Returns the layer of a sampler that draws by priority, if one does."""
+    layer = layers_of(sampler)[-1]
+    return layer if isinstance(layer, PERSampler) else None
+
+
+def written_priorities(
+    data: TensorDictBase, priority_key: NestedKey, sampler: PERSampler | None
+) -> torch.Tensor | None:
+    """Returns the priorities that written steps come with, `[N]`; None if there are none, or no use.
+
+    Raises:
+        ValueError: one is negative or not finite.
+    """
+    priority = None if sampler is None else data.get(priority_key, None)
+    if sampler is None or priority is None:
+        return None
+    size = data.numel()
+    return checked_priorities(_one_each(priority, size, sampler.reduction), size)
 
 
 def drawn_priorities(
@@ -54,18 +76,18 @@ def drawn_priorities(
         )
     steps = data.get(keys.PRIORITY_STAMP, None)
     if anchors is None:
-        return slots, one_each(priority, num_rows, reduction), steps
+        return slots, _one_each(priority, num_rows, reduction), steps
     steps = None if steps is None else steps.reshape(shape)[:, 0]
     if is_of_sequences:
         values = priority.reshape(-1, 1)
     else:
-        values = one_each(priority, num_rows, reduction).reshape(shape)
+        values = _one_each(priority, num_rows, reduction).reshape(shape)
         learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
         values = torch.where(learnt.reshape(shape), values, 0)
     return slots.reshape(shape)[:, 0], values.amax(1), steps
 
 
-def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
+def _one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
     """Reduces the values of each row to one, `[N]`."""
     if priority.numel() == num_rows:
         return priority.flatten()
