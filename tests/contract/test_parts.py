@@ -1,6 +1,7 @@
 """What a storage does beside drawing: seeds, parameters, prefetching, slices, whole episodes."""
 
 import math
+import threading
 from collections import Counter
 
 import pytest
@@ -240,6 +241,25 @@ def test_what_a_storage_says_while_it_fills():
         assert storage.is_full == (num_steps >= 4)
         assert storage.write_count == 2 * num_steps
         assert storage.can_sample()
+
+
+class TestWaiting:
+    """As newer releases of TorchRL ask."""
+
+    def test_rows_that_come(self):
+        storage = make(size=40, batch_size=8)
+        writer = threading.Timer(0.1, storage.extend, [rows(Player().play([4]))])
+        writer.start()
+        assert len(storage.sample(wait=True, timeout=60)) == 8
+        writer.join()
+
+    def test_rows_that_do_not_come(self):
+        with pytest.raises(TimeoutError):
+            make().sample(wait=True, timeout=0.01)
+        cancelled = threading.Event()
+        cancelled.set()
+        with pytest.raises((TimeoutError, RuntimeError)):
+            make().sample(wait=True, cancel_event=cancelled)
 
 
 @pytest.mark.requirement("generation")

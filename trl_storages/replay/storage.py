@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import get_spawning_popen
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["ReplayStorage"]
+
+# Seconds between two looks of a draw that waits for rows.
+_PAUSE = 0.005
 
 
 class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
@@ -433,12 +437,23 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     # Drawing
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: threading.Event | None = None,
+    ) -> Any:
         """Draws a batch.
 
         Args:
             batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
             return_info: whether to return the samplers' entries as a dict, too.
+            wait: whether to wait until there are rows.
+            timeout: for how many seconds at most; None waits for ever.
+            cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
@@ -448,7 +463,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             ValueError: `batch_size` is below 1.
             RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
                 draws goals that no transform writes.
+            TimeoutError: no rows came in time.
         """
+        if wait and not self.wait_until_sampleable(
+            batch_size, timeout=timeout, cancel_event=cancel_event
+        ):
+            raise TimeoutError(f"no batch could be drawn within {timeout} seconds.")
         size = self._batch_size
         if batch_size is not None:
             size = arguments.integer("batch_size", batch_size, at_least=1)
@@ -466,6 +486,23 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
+
+    def wait_until_sampleable(
+        self,
+        batch_size: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel_event: threading.Event | None = None,
+    ) -> bool:
+        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
+        start = time.monotonic()
+        while not self.can_sample(batch_size):
+            if timeout is not None and time.monotonic() - start >= timeout:
+                return False
+            if cancel_event is not None and cancel_event.is_set():
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
