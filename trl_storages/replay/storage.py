@@ -167,8 +167,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         storage.is_replayed = True
         # A directory is made when all else has been checked.
         storage.prepare()
-        resume(self)
         self.set_rng(generator)
+        resume(self)
         if arguments.flag("shared", shared):
             self.share()
 
