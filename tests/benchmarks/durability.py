@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tests.benchmarks.data import goal_columns, to_tensordict
+from tests.benchmarks.data import ACTION_SPACE, GOAL_SPACE, goal_columns, to_tensordict
 from tests.benchmarks.measure import Effort, Turn, measure
-from tests.benchmarks.peers.ours import ACTION_SPACE, GOAL_SPACE
 from tests.benchmarks.readme import written
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
