@@ -21,8 +21,10 @@ def column(values):
 
 def seen(storage):
     """First observations, next ones, terminated and truncated of the history."""
+    rows = storage[:]
+    assert torch.equal(rows["next", "done"], rows["next", "terminated"] | rows["next", "truncated"])
     keys = ["observation", *(("next", name) for name in ("observation", "terminated", "truncated"))]
-    return tuple(storage[:][key].flatten().tolist() for key in keys)
+    return tuple(rows[key].flatten().tolist() for key in keys)
 
 
 OGBENCH = {
