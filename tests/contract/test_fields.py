@@ -103,10 +103,7 @@ class TestFrameStacks:
         return torch.cat(blocks)
 
     @pytest.mark.requirement("stored-once")
-    @pytest.mark.parametrize(
-        "history",
-        ["same", "own"],
-    )
+    @pytest.mark.parametrize("history", ["same", "own"])
     def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
         storage = make("n-step", place=place, layout="frames", size=24)
         data = self.play([4, 1, 7, 5, 3, 2, 9], history)
@@ -208,3 +205,10 @@ class TestFrameStacks:
         with pytest.raises(ValueError, match="observation"):
             storage.extend(data)
         assert len(storage) == 0
+        # Where the first write tells the fields, one that is refused tells nothing.
+        stack = (torch.float32, (3, 2), library.FrameStack(3))
+        fields = {"observation": stack, ("next", "observation"): stack, ("next", "done"): None}
+        storage = library.ReplayStorage(storage=library.PackedStorage(24, fields=fields))
+        with pytest.raises(ValueError, match="moved by one frame"):
+            storage.extend(data.select("observation", ("next", "observation"), ("next", "done")))
+        assert not storage.storage.initialized

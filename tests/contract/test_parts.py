@@ -180,7 +180,10 @@ class TestSlices:
                 storage.rewrite(index[2:5], {("next", "reward"): reward})
             assert_same(storage[index], before)
             return
-        storage.rewrite(index[2:5], {("next", "reward"): reward, "effort": effort})
+        # Of rows that are named twice the last value counts.
+        twice = index[[2, 2, 3, 4]]
+        storage.rewrite(twice, {("next", "reward"): torch.cat([reward[1:2], reward])})
+        storage.rewrite(index[2:5], {"effort": effort})
         expected = storage[index]  # a clone of tensordict's has no -0.0
         expected["next", "reward"][2:5], expected["effort"][2:5] = reward, effort
         assert_same(storage[index], expected)
@@ -188,8 +191,9 @@ class TestSlices:
             value = before.get(key, reward)[2:5]
             with pytest.raises((ValueError, KeyError)):
                 storage.rewrite(index[2:5], {key: value})
-        with pytest.raises(ValueError, match="reward"):
-            storage.rewrite(index[2:5], {("next", "reward"): reward[:2]})
+        for wrong in (reward[:2], reward.double()):
+            with pytest.raises(ValueError, match="reward"):
+                storage.rewrite(index[2:5], {"effort": effort + 1, ("next", "reward"): wrong})
         assert_same(storage[index], expected)
 
 
