@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -113,6 +115,21 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         pytest.skip("needs a build of torch for CUDA, on any machine")
     with FakeTensorMode():
         yield device
+
+
+@pytest.fixture
+def tutorial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a tutorial as when it is run: its directory is searched first."""
+    import torch
+
+    folder = Path(__file__).parents[1] / "tutorials"
+    before, threads = {*sys.modules}, torch.get_num_threads()
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module
+    torch.set_num_threads(threads)
+    for name in {*sys.modules} - before:
+        if folder in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
 
 
 @pytest.fixture

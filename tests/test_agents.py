@@ -1,38 +1,19 @@
 """The agents in one file each run as readers run them, and the curves that are kept rise."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 KEPT = [json.loads(line) for line in (TUTORIALS / "agent_curves.jsonl").read_text().splitlines()]
 
 
-def module_of(name, monkeypatch):
-    spec = importlib.util.spec_from_file_location(name, TUTORIALS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    # As when the script is run: its directory is searched first.
-    monkeypatch.syspath_prepend(TUTORIALS)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def script(request, monkeypatch):
-    """The module of a tutorial, with small batches and few steps before the first update."""
-    module = module_of(request.param, monkeypatch)
-    monkeypatch.setattr(module, "BATCH_SIZE", 16)
-    monkeypatch.setattr(module, "FIRST_UPDATE", 100)
-    threads = torch.get_num_threads()
-    yield module
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("script", ["dqn", "sac"], indirect=True)
-def test_an_agent_trains_and_keeps_its_curve(script, tmp_path):
+@pytest.mark.parametrize("name", ["dqn", "sac"])
+def test_an_agent_trains_and_keeps_its_curve(name, tutorial, monkeypatch, tmp_path):
+    script = tutorial(name)
+    monkeypatch.setattr(script, "BATCH_SIZE", 16)
+    monkeypatch.setattr(script, "FIRST_UPDATE", 100)
     options = ["--steps", "1000", "--seed", "3", "--results", str(tmp_path / "curves.jsonl")]
 
     curve = script.main(options)
@@ -57,6 +38,6 @@ def test_the_page_shows_the_kept_curves():
         assert f"| {kept['agent']}, {kept['env']} | {kept['seed']} | {steps} | {shown} |" in page
 
 
-def test_the_kept_curves_are_drawn(tmp_path, monkeypatch):
-    module_of("agent_curves", monkeypatch).main(["--output", str(tmp_path / "new" / "curves.png")])
+def test_the_kept_curves_are_drawn(tmp_path, tutorial):
+    tutorial("agent_curves").main(["--output", str(tmp_path / "new" / "curves.png")])
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")

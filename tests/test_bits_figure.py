@@ -1,29 +1,13 @@
 """The figure of the hindsight paper: runs are made once, and the kept ones are those that are planned."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-SCRIPT = Path(__file__).parents[1] / "tutorials" / "bits_figure.py"
-# TorchRL's collectors warn of their own base class when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 
 @pytest.fixture
-def script(monkeypatch):
-    spec = importlib.util.spec_from_file_location("bits_figure", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # As when the script is run: its directory is searched first.
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    monkeypatch.setitem(sys.modules, "bits_figure", module)
-    spec.loader.exec_module(module)
+def script(tutorial, monkeypatch):
+    module = tutorial("bits_figure")
     monkeypatch.setattr(module, "STEPS_PER_BIT", 320)
-    threads = torch.get_num_threads()
-    yield module
-    torch.set_num_threads(threads)
+    return module
 
 
 def test_runs_are_made_once_and_drawn(script, tmp_path, capsys):

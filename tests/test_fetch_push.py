@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 KEPT = [json.loads(line) for line in (TUTORIALS / "fetch_push.jsonl").read_text().splitlines()]
 SHORT = {"NUM_ENVS": 2, "EPISODE_STEPS": 10, "UPDATES_PER_ROUND": 5, "BATCH_SIZE": 16}
 TESTS = {"ROUNDS_PER_TEST": 2, "TEST_ROUNDS": 1, "LAST_TEST_ROUNDS": 1}
-# TorchRL's collectors warn of their own base class when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 
 class Killed(BaseException):
@@ -21,21 +18,12 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def script(monkeypatch):
+def script(tutorial, monkeypatch):
     pytest.importorskip("gymnasium_robotics", reason="needs the extra 'tutorials'")
-    before = set(sys.modules)
-    # As when the script is run: its directory is searched first.
-    monkeypatch.syspath_prepend(str(TUTORIALS))
-    import fetch_push
-
+    fetch_push = tutorial("fetch_push")
     for name, value in {**SHORT, **TESTS}.items():
         monkeypatch.setattr(fetch_push, name, value)
-    threads = torch.get_num_threads()
-    yield fetch_push
-    torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:
-        if TUTORIALS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
-            del sys.modules[name]
+    return fetch_push
 
 
 def agent_of(path):

@@ -1,21 +1,11 @@
-"""What is made of random numbers of 63 bits."""
+"""Exact counts, spread evenly."""
 
-import math
 from fractions import Fraction
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from trl_storages.functional import even_order, num_of_each
-from trl_storages.samplers.hindsight import geometric_steps, kinds_of_batch
-
-
-def random_noise(size, generator=None):
-    """[B] random numbers of 63 bits."""
-    return torch.empty(size, dtype=torch.int64).random_(generator=generator)
 
 
 def test_parts_of_a_whole_by_hand():
@@ -23,13 +13,6 @@ def test_parts_of_a_whole_by_hand():
     assert num_of_each(7, [0.5, 0.3, 0.2]) == [4, 2, 1]  # 3.5, 2.1, 1.4
     assert num_of_each(2, [1 / 3, 1 / 3, 1 / 3]) == [1, 1, 0]
     assert num_of_each(1, (0.3, 0.7)) == [0, 1]
-
-
-def test_goals_of_a_batch_by_hand():
-    mixture = (("future", 0.75), ("random", 0.25))
-    assert kinds_of_batch(10, 4, mixture).tolist() == [0, 1, 1, 4, 1, 0, 1, 1, 4, 1]
-    assert kinds_of_batch(3, math.inf, (("episode", 1.0),)).tolist() == [3, 3, 3]
-    assert not kinds_of_batch(3, 0, (("episode", 1.0),)).any()
 
 
 @given(
@@ -58,17 +41,3 @@ def test_every_part_of_a_batch_has_its_share(counts):
         for stop in range(start, len(sums)):
             due = Fraction((stop - start) * counts[0], sum(counts))
             assert abs(sums[stop] - sums[start] - due) <= 1
-
-
-@pytest.mark.parametrize("discount", [0.5, 0.9, 0.99])
-def test_geometric_steps(discount, generator):
-    noise = random_noise(50_000, generator)
-    steps = geometric_steps(noise, discount).clamp(max=20).long()
-    counts = torch.bincount(steps, minlength=21).tolist()
-    law = [(1 - discount) * discount**k for k in range(20)] + [discount**20]
-    assert stats.chisquare(counts, [50_000 * share for share in law]).pvalue > 1e-4
-
-
-def test_the_ends_of_the_discount():
-    assert not geometric_steps(random_noise(10), 0).any()
-    assert geometric_steps(random_noise(10), 1).isposinf().all()

@@ -1,8 +1,6 @@
 """The guides run as readers run them, and end with agents that learn."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,29 +16,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def guide(monkeypatch):
-    """Returns what imports a guide as when it is run: its directory is searched first."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(TUTORIALS))
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (
-            getattr(sys.modules[name], "__file__", None)
-            and TUTORIALS in Path(sys.modules[name].__file__).parents
-        ):
-            del sys.modules[name]
-
-
-@pytest.fixture
-def results(guide):
-    return guide("guide_results")
+def results(tutorial):
+    return tutorial("guide_results")
 
 
 # Offline, with two goals a batch.
 
 
-def test_a_batch_has_a_goal_for_the_value_and_one_for_the_actor(guide):
-    offline_goals = guide("offline_goals")
+def test_a_batch_has_a_goal_for_the_value_and_one_for_the_actor(tutorial):
+    offline_goals = tutorial("offline_goals")
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(600, 4)).cumsum(0)
     data = {
@@ -62,9 +46,9 @@ def test_a_batch_has_a_goal_for_the_value_and_one_for_the_actor(guide):
 
 
 @pytest.mark.slow
-def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(guide):
+def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(tutorial):
     pytest.importorskip("gymnasium_robotics", reason="needs the extra 'tutorials'")
-    offline_goals = guide("offline_goals")
+    offline_goals = tutorial("offline_goals")
     torch.manual_seed(0)
     data = offline_goals.roll_around(400, seed=0)
     storage, learner = offline_goals.make_storage(data, "mixture", seed=0), offline_goals.Learner()
@@ -83,18 +67,18 @@ def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(
 
 
 @pytest.mark.slow
-def test_what_follows_signs_more_often_than_half_the_time_has_a_memory(guide):
-    recurrent = guide("recurrent")
+def test_what_follows_signs_more_often_than_half_the_time_has_a_memory(tutorial):
+    recurrent = tutorial("recurrent")
     assert recurrent.train("memory", 0, recurrent.Budget(batches=48)) >= 0.75
 
 
-def test_without_a_memory_exactly_half_of_the_signs_are_followed(guide):
-    recurrent = guide("recurrent")
+def test_without_a_memory_exactly_half_of_the_signs_are_followed(tutorial):
+    recurrent = tutorial("recurrent")
     assert recurrent.train("none", 0, recurrent.Budget(batches=3)) == 0.5
 
 
-def test_targets_reach_n_steps_on_and_stop_where_nobody_has_been(guide):
-    recurrent = guide("recurrent")
+def test_targets_reach_n_steps_on_and_stop_where_nobody_has_been(tutorial):
+    recurrent = tutorial("recurrent")
     storage = recurrent.PrioritizedReplayStorage(
         recurrent.Corridors.observation_space,
         recurrent.Corridors.action_space,
@@ -130,14 +114,14 @@ def test_targets_reach_n_steps_on_and_stop_where_nobody_has_been(guide):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", ["trainer", "script"])
-def test_hindsight_learns_by_a_trainer_and_by_a_plain_script(guide, agent):
-    torchrl_trainer = guide("torchrl_trainer")
+def test_hindsight_learns_by_a_trainer_and_by_a_plain_script(tutorial, agent):
+    torchrl_trainer = tutorial("torchrl_trainer")
     budget = torchrl_trainer.Budget(bits=5, steps=1_000)
     assert torchrl_trainer.train(agent, 0, budget) >= 0.90
 
 
-def test_both_hand_over_the_same_rows(guide, monkeypatch):
-    torchrl_trainer = guide("torchrl_trainer")
+def test_both_hand_over_the_same_rows(tutorial, monkeypatch):
+    torchrl_trainer = tutorial("torchrl_trainer")
     monkeypatch.setattr(torchrl_trainer, "UPDATES", 0)
     storages = []
 
@@ -160,13 +144,13 @@ def test_both_hand_over_the_same_rows(guide, monkeypatch):
 
 
 @pytest.mark.slow
-def test_half_of_each_batch_from_demonstrations_finds_what_chance_does_not(guide):
-    rlpd = guide("rlpd")
+def test_half_of_each_batch_from_demonstrations_finds_what_chance_does_not(tutorial):
+    rlpd = tutorial("rlpd")
     assert rlpd.train("rlpd", 0, rlpd.Budget(episodes=100, steps=1_000, tests=20)) >= 0.50
 
 
-def test_data_and_steps_online_make_batches_of_both(guide):
-    rlpd = guide("rlpd")
+def test_data_and_steps_online_make_batches_of_both(tutorial):
+    rlpd = tutorial("rlpd")
     paths = rlpd.demonstrate(3, seed=0)
     for path in paths:
         assert path["rewards"].sum() == path["terminals"].sum() == path["terminals"][-1]
@@ -189,8 +173,8 @@ def test_data_and_steps_online_make_batches_of_both(guide):
 # Pixels, of which each frame is stored once.
 
 
-def test_frames_stored_once_teach_what_plain_stacks_teach(guide):
-    pixels = guide("pixels")
+def test_frames_stored_once_teach_what_plain_stacks_teach(tutorial):
+    pixels = tutorial("pixels")
     budget = pixels.Budget(steps=120, before=60, every=6)
     found = {}
     for agent in pixels.STORED:
@@ -202,8 +186,8 @@ def test_frames_stored_once_teach_what_plain_stacks_teach(guide):
 
 
 @pytest.mark.slow
-def test_balls_are_caught_from_pixels(guide, monkeypatch):
-    pixels = guide("pixels")
+def test_balls_are_caught_from_pixels(tutorial, monkeypatch):
+    pixels = tutorial("pixels")
     # Balls fall less deep, and chance catches 0.4.
     monkeypatch.setattr(pixels, "CELLS", 7)
     assert pixels.train("frames", 0, pixels.Budget(steps=1_800)) >= 0.70
@@ -228,8 +212,8 @@ def test_the_page_of_results_shows_the_table_of_the_guides_that_is_printed(resul
 # What to switch on.
 
 
-def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypatch, capsys):
-    script = guide("what_to_switch_on")
+def test_parts_are_switched_on_one_by_one_and_together(tutorial, tmp_path, monkeypatch, capsys):
+    script = tutorial("what_to_switch_on")
     task = {"env": "BitFlipping-v0", "algo": "dqn", "bits": 3, "steps": 576}
     monkeypatch.setattr(script, "TASKS", {"3 bits": task})
     monkeypatch.setattr(script, "TESTS", 2)
@@ -265,6 +249,6 @@ def test_parts_are_switched_on_one_by_one_and_together(guide, tmp_path, monkeypa
     assert capsys.readouterr().out == printed
 
 
-def test_the_page_of_results_shows_what_was_switched_on(guide, capsys):
-    guide("what_to_switch_on").main(["--table"])
+def test_the_page_of_results_shows_what_was_switched_on(tutorial, capsys):
+    tutorial("what_to_switch_on").main(["--table"])
     assert capsys.readouterr().out in (TUTORIALS / "results.md").read_text()

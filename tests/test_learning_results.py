@@ -1,8 +1,6 @@
 """The table of learning results: no run is made twice, and the guide shows what was measured."""
 
-import importlib.util
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,24 +8,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "tutorials" / "learning_results.py"
-# TorchRL's collectors warn of their own base class when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
 
 FLIPPING = "BitFlipping-v0"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("learning_results", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # As when the script is run: its directory is searched first.
-        patch.syspath_prepend(SCRIPT.parent)
-        # Dataclasses look their module up while it is being executed, and so does pickle.
-        patch.setitem(sys.modules, "learning_results", module)
-        spec.loader.exec_module(module)
-        yield module
+@pytest.fixture
+def script(tutorial):
+    return tutorial("learning_results")
 
 
 @pytest.fixture
@@ -36,9 +23,7 @@ def small(script, monkeypatch):
     task = script.train_her.Task(576, steps_per_update=4, bits=3, at_least=0.0, at_most=1.0)
     tasks = {(FLIPPING, algo): task for algo in ("dqn", "td3")}
     monkeypatch.setattr(script.train_her, "TASKS", tasks)
-    threads = torch.get_num_threads()
-    yield tasks
-    torch.set_num_threads(threads)
+    return tasks
 
 
 @pytest.fixture
@@ -123,7 +108,7 @@ def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
 # What was measured, at its full budgets; the tutorial's own tests train on smaller ones.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def measured(script):
     """Every run of the table that lies beside the script, with its success rate."""
     finished = script.read(script.RESULTS)

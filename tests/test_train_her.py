@@ -1,31 +1,17 @@
 """The tutorial runs as readers will run it: every algorithm, every wrong option; and it learns."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-SCRIPT = Path(__file__).parents[1] / "tutorials" / "train_her.py"
-# TorchRL's collectors warn of their own base class when they are imported.
-pytestmark = pytest.mark.filterwarnings("ignore:Creating .*WeightUpdater:DeprecationWarning")
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(scope="module")
-def train_her():
-    spec = importlib.util.spec_from_file_location("train_her", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # As when the script is run: its directory is searched first.
-        patch.syspath_prepend(SCRIPT.parent)
-        # Dataclasses look their module up while it is being executed.
-        patch.setitem(sys.modules, "train_her", module)
-        spec.loader.exec_module(module)
-        yield module
+@pytest.fixture
+def train_her(tutorial):
+    return tutorial("train_her")
 
 
 @pytest.fixture
@@ -34,9 +20,7 @@ def run(train_her, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"BATCH_SIZE": 16, "CURVE_POINTS": 5, "LAST_TEST_ROUNDS": 2}.items():
         monkeypatch.setattr(train_her, name, value)
-    threads = torch.get_num_threads()
-    yield lambda *options: train_her.main([str(option) for option in options])
-    torch.set_num_threads(threads)
+    return lambda *options: train_her.main([str(option) for option in options])
 
 
 # One batch past the random ones, so that every kind of update is made.

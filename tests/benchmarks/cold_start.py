@@ -56,8 +56,8 @@ def main() -> None:
     import trl_storages  # noqa: F401
 
     taken = {"torchrl": imported - begin, "ours": time.perf_counter() - imported}
-    from tests.benchmarks.data import goal_columns
-    from tests.benchmarks.peers.ours import ACTION_SPACE, GOAL_SPACE, Record, goal_reward
+    from tests.benchmarks.data import ACTION_SPACE, GOAL_SPACE, goal_columns
+    from tests.benchmarks.peers.ours import Record, goal_reward
     from trl_storages import HERReplayStorage
 
     steps = Record.prepare(goal_columns(STEPS))

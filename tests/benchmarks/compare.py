@@ -19,28 +19,28 @@ from tests.benchmarks.compared import ROWS
 __all__ = ["main"]
 
 HERE = Path(__file__).resolve().parents[2]
-SERVE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+#: Imports the package of a checkout, and then the benchmark of this one.
+SERVE = """
+import sys
+sys.path[0] = sys.argv[1]
+import trl_storages
+assert trl_storages.__file__.startswith(sys.argv[1]), trl_storages.__file__
+sys.path[0] = sys.argv[2]
+from tests.benchmarks.compared import serve
+serve()
+"""
 
 
 class Side:
     """A process that runs the calls of one checkout."""
 
     def __init__(self, checkout: Path):
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        program = str(Path(__file__).with_name("compared.py"))
-        command = [sys.executable, "-c", SERVE, program, str(checkout)]
-        self.process = subprocess.Popen(
-            command,
-            cwd=checkout,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        command = [sys.executable, "-c", SERVE, str(checkout), str(HERE)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process: Any = subprocess.Popen(command, env=environment, **pipes)
 
     def ask(self, line: str = "") -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(line, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:

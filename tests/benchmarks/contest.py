@@ -14,7 +14,7 @@ from tests.benchmarks.measure import Effort, Turn, nothing
 from tests.benchmarks.memory import resident_bytes
 from tests.benchmarks.peers import ON_CUDA, PEERS, Buffer, load_peer
 
-__all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who"]
+__all__ = ["FLAT", "NEW_ROWS", "Contest", "Contestant", "Plan", "adapter", "who", "write_turn"]
 
 # Every library has room for more rows than it is filled with, as TorchRL's HER raises once it is full.
 SPARE_ROWS = 2000
@@ -113,18 +113,25 @@ class Contest:
             batch_size: B.
             between: what else comes between a write and a draw, such as the update of a network.
         """
-        return {
-            contestant: sample_turn(buffer, self.steps[contestant], batch_size, between)
-            for contestant, buffer in self.buffers.items()
-        }
+
+        def turn(buffer: Buffer, steps: Iterator) -> Turn:
+            def before() -> None:
+                buffer.write(next(steps))
+                between()
+
+            return Turn(call=lambda: buffer.sample(batch_size), before=before)
+
+        return {it: turn(buffer, self.steps[it]) for it, buffer in self.buffers.items()}
 
 
-def sample_turn(buffer: Buffer, steps: Iterator, batch_size: int, between: Callable) -> Turn:
-    def before() -> None:
-        buffer.write(next(steps))
-        between()
-
-    return Turn(call=lambda: buffer.sample(batch_size), before=before)
+def write_turn(buffer: Buffer, columns: Columns, num_rows: int) -> Turn:
+    """Returns writes of so many rows a call, over and over."""
+    prepared = [
+        buffer.prepare(take_rows(columns, start, start + num_rows))
+        for start in range(0, min(10_000, 1000 * num_rows), num_rows)
+    ]
+    blocks = itertools.cycle(prepared)
+    return Turn(call=lambda: buffer.write(next(blocks)), repeat=10)
 
 
 def adapter(name: str, work: str, **attributes: Any) -> type[Buffer]:

@@ -7,18 +7,22 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 
 __all__ = [
     "ACTION_SIZE",
+    "ACTION_SPACE",
     "DISCOUNT",
     "EPISODE_LENGTH",
     "FLAT_SIZE",
     "GOAL_SIZE",
+    "GOAL_SPACE",
     "HINDSIGHT_GOALS",
     "LANES",
     "N_STEPS",
     "OBSERVATION_SIZE",
+    "PARTS",
     "PIXEL_SHAPE",
     "PRIORITY_ALPHA",
     "PRIORITY_BETA",
@@ -47,6 +51,13 @@ PIXEL_SHAPE = (4, 84, 84)
 PRIORITY_ALPHA, PRIORITY_BETA = 0.6, 0.4
 # Relabelled rows for each one left as it was: 4 of 5, the ratio of the paper and of every library.
 HINDSIGHT_GOALS = 4
+
+#: Of an observation of the goal environment, and their sizes.
+PARTS = {"observation": OBSERVATION_SIZE, "achieved_goal": GOAL_SIZE, "desired_goal": GOAL_SIZE}
+GOAL_SPACE = spaces.Dict(
+    {name: spaces.Box(-np.inf, np.inf, (size,), np.float32) for name, size in PARTS.items()}
+)
+ACTION_SPACE = spaces.Box(-1, 1, (ACTION_SIZE,), np.float32)
 
 Columns = dict[str, np.ndarray]
 
@@ -101,10 +112,9 @@ def goal_columns(num_rows: int, *, seed: int = 0) -> Columns:
 
 def flat_columns(columns: Columns) -> Columns:
     """Joins the three parts of an observation, for work that not every library does on dicts."""
-    parts = ("observation", "achieved_goal", "desired_goal")
     flat = {
-        "observation": np.concatenate([columns[part] for part in parts], -1),
-        "next_observation": np.concatenate([columns[f"next_{part}"] for part in parts], -1),
+        f"{before}observation": np.concatenate([columns[before + part] for part in PARTS], -1)
+        for before in ("", "next_")
     }
     kept = ("action", "reward", "terminated", "truncated", "done")
     return flat | {name: columns[name] for name in kept}

@@ -11,13 +11,11 @@ The run that is kept is in the page on directories: `--json tests/benchmarks/dur
 import argparse
 import itertools
 import json
-import shutil
 import sqlite3
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,17 +24,21 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tests.benchmarks.data import goal_columns, to_tensordict
-from tests.benchmarks.peers.ours import ACTION_SPACE, GOAL_SPACE
+from tests.benchmarks.data import ACTION_SPACE, GOAL_SPACE, goal_columns, to_tensordict
+from tests.benchmarks.measure import Effort, Turn, measure
+from tests.benchmarks.readme import written
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
 from trl_storages import ReplayStorage, UniformReplayStorage
 
 BATCH = 256
 BLOCKS = (1, 50, 1000)  # steps of a write
+PAGE = Path(__file__).parents[2] / "tutorials" / "on_disk.md"
+KEPT = Path(__file__).parent / "durability.json"
+Run = dict[str, Any]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.durability")
     parser.add_argument("--rows", type=int, default=10**6)
     parser.add_argument("--rounds", type=int, default=10, help="turns of each storage")
@@ -44,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--path", type=Path, help="where to; a temporary directory otherwise")
     parser.add_argument("--json", type=Path, help="where to keep the run")
     parser.add_argument("--page", type=Path, help="only write a run that was kept into the page")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def blocks(steps: int) -> Iterator[TensorDict]:
@@ -67,6 +69,13 @@ class Store:
 
     def __init__(self, path: Path | None, num_rows: int) -> None:
         self.path, self.num_rows = path, num_rows
+
+    write: Callable[[TensorDict], None]
+
+    def writes(self, num_steps: int) -> Turn:
+        """Writes of so many steps, over and over."""
+        data = blocks(num_steps)
+        return Turn(call=lambda: self.write(next(data)))
 
     def num_bytes(self) -> int:
         """Bytes on disk."""
@@ -229,95 +238,64 @@ class SyncedLMDB(LMDB):
 STORES = (Ours, Ours, SQLite, LMDB, SyncedLMDB)
 
 
-def write_next(store: Any, data: Iterator[TensorDict]) -> None:
-    store.write(next(data))
+def timed(turns: Iterable[Turn], effort: Effort) -> list[float]:
+    """Returns the median of what each call takes, in microseconds."""
+    return [statistics.median(it) for it in measure(dict(enumerate(turns)), effort).values()]
 
 
-def microseconds(act: Callable[[], object], seconds: float) -> float:
-    """Returns how long a call takes, the median of those of a turn."""
-    times = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        begin = time.perf_counter()
-        act()
-        times.append(1e6 * (time.perf_counter() - begin))
-    return statistics.median(times)
+def run_of(arguments: argparse.Namespace, root: Path) -> Run:
+    """Lets all stores take turns.
 
-
-def by_turns(
-    stores: list[Any], acts: list[Callable[[], object]], arguments: argparse.Namespace
-) -> list[float]:
-    """Returns how long each call takes, measured by turns."""
-    taken: list[list[float]] = [[] for _ in stores]
-    for _ in range(arguments.rounds):
-        for times, act in zip(taken, acts, strict=True):
-            times.append(microseconds(act, arguments.seconds))
-    return [statistics.median(times) for times in taken]
-
-
-def flushes(stores: list[Any], data: TensorDict, rounds: int) -> list[float]:
-    """Returns how many milliseconds a flush takes after a write of `data`, measured by turns."""
-    # What was written before, and how much of it the system has synced, is left out.
-    for store in stores:
-        store.flush()
-    taken: list[list[float]] = [[] for _ in stores]
-    for _ in range(rounds):
-        for times, store in zip(taken, stores, strict=True):
-            store.write(data)
-            times.append(microseconds(store.flush, 0) / 1000)
-    return [statistics.median(times) for times in taken]
-
-
-class Run:
-    """What was found, shown as it comes.
-
-    Args:
-        rows: slots of each ring.
-        machine: it ran on.
-        syncs: name of each store -> what it syncs.
-        found: of each work the unit, and what each store took; None where it was not measured.
+    Returns:
+        `rows`, the slots of each ring; the `machine`; what each of the stores `syncs`, by its name; and
+        `found`, for each work its unit and what each store took, None where it was not measured.
     """
-
-    def __init__(
-        self,
-        rows: int,
-        machine: dict[str, str | int],
-        syncs: dict[str, str],
-        found: dict[str, tuple[str, list[float | None]]],
-    ) -> None:
-        self.rows, self.machine, self.syncs, self.found = rows, machine, syncs, found
-
-    def add(self, work: str, unit: str, values: list[float | None]) -> None:
-        self.found[work] = unit, values
-        cells = "".join(f"{'-' if it is None else format(it, ',.1f'):>21}" for it in values)
-        print(f"{work:>18} {cells}   {unit}", flush=True)
-
-    def table(self) -> Iterator[str]:
-        """Gives what the page shows."""
-        yield f"{self.rows:,} rows. {format_machine(self.machine)}."
-        yield ""
-        yield "| | " + " | ".join(self.syncs) + " |"
-        yield "| --- |" + " ---: |" * len(self.syncs)
-        yield "| what it syncs | " + " | ".join(self.syncs.values()) + " |"
-        for work, (unit, values) in self.found.items():
-            cells = (f"{it:,.{1 if it < 1000 else 0}f}" if it is not None else "" for it in values)
-            yield f"| {work}, {unit} | " + " | ".join(cells) + " |"
-
-
-BEGIN, END = "<!-- durability: begin -->\n", "<!-- durability: end -->"
-PAGE = Path(__file__).parents[2] / "tutorials" / "on_disk.md"
-KEPT = Path(__file__).parent / "durability.json"
-
-
-def load(path: Path) -> Run:
-    """Returns a run that was kept."""
-    return Run(**json.loads(path.read_text()))
+    paths = [None, *(root / str(number) for number in range(1, len(STORES)))]
+    stores: list[Any] = [
+        store(path, arguments.rows) for store, path in zip(STORES, paths, strict=True)
+    ]
+    for store in stores:
+        filling = blocks(1000)
+        for _ in range(arguments.rows // 1000 + 2):
+            store.write(next(filling))
+    effort = Effort(rounds=arguments.rounds, calls=10**9, seconds=arguments.seconds)
+    found: dict[str, tuple[str, list[float | None]]] = {}
+    for num_steps in BLOCKS:
+        steps = f"{num_steps:,} step" + "s" * (num_steps > 1)
+        found[f"write {steps}"] = "us", timed((it.writes(num_steps) for it in stores), effort)
+    found[f"draw {BATCH}"] = "us", timed((Turn(call=it.draw) for it in stores), effort)
+    # What was written before, and how much of it the system has synced, is left out by the first turn.
+    once, on_disk = replace(effort, calls=1), stores[1:]
+    turns = [Turn(call=it.flush, before=it.writes(BLOCKS[-1]).call) for it in on_disk]
+    milliseconds = [it / 1000 for it in timed(turns, once)]
+    found[f"flush {BLOCKS[-1]:,} steps"] = "ms", [None, *milliseconds]
+    for store in stores:
+        store.close()
+    found["a row"] = "bytes", [None, *(store.num_bytes() / arguments.rows for store in on_disk)]
+    turns = [Turn(call=it.reopen, before=it.close) for it in on_disk]
+    milliseconds = [it / 1000 for it in timed(turns, replace(once, rounds=1))]
+    found["reopen and draw"] = "ms", [None, *milliseconds]
+    for store in on_disk:
+        store.close()
+    syncs = {it.name: it.syncs for it in stores}
+    return {"rows": arguments.rows, "machine": _machine(), "syncs": syncs, "found": found}
 
 
-def written(page: str, run: Run) -> str:
-    """Returns the page with a run between its marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n".join(run.table()) + "\n" + END + rest.split(END)[1]
+def table(run: Run) -> Iterator[str]:
+    """Gives what the page shows."""
+    yield f"{run['rows']:,} rows. {format_machine(run['machine'])}."
+    yield ""
+    yield "| | " + " | ".join(run["syncs"]) + " |"
+    yield "| --- |" + " ---: |" * len(run["syncs"])
+    yield "| what it syncs | " + " | ".join(run["syncs"].values()) + " |"
+    for work, (unit, values) in run["found"].items():
+        cells = (f"{it:,.{1 if it < 1000 else 0}f}" if it is not None else "" for it in values)
+        yield f"| {work}, {unit} | " + " | ".join(cells) + " |"
+
+
+def shown(page: str, path: Path = KEPT) -> str:
+    """Returns the page with a run that was kept between its marks."""
+    return written(page, table(json.loads(path.read_text())), "durability")
 
 
 def _machine() -> dict[str, str | int]:
@@ -328,50 +306,17 @@ def _machine() -> dict[str, str | int]:
     return {**known, "SQLite": sqlite3.sqlite_version, **there}
 
 
-def measure(arguments: argparse.Namespace, root: Path) -> Run:
-    """Lets all stores take turns."""
-    paths = [None, *(root / str(number) for number in range(1, len(STORES)))]
-    stores = [store(path, arguments.rows) for store, path in zip(STORES, paths, strict=True)]
-    run = Run(arguments.rows, _machine(), {it.name: it.syncs for it in stores}, {})
-    for name, syncs in run.syncs.items():
-        print(f"{name:>24}: {syncs}")
-    print(" " * 19 + "".join(f"{store.name[:20]:>21}" for store in stores))
-    for store in stores:
-        filling = blocks(1000)
-        for _ in range(arguments.rows // 1000 + 2):
-            store.write(next(filling))
-    for num_steps in BLOCKS:
-        acts = [partial(write_next, store, blocks(num_steps)) for store in stores]
-        steps = f"{num_steps:,} step" + "s" * (num_steps > 1)
-        run.add(f"write {steps}", "us", by_turns(stores, acts, arguments))
-    draws = [store.draw for store in stores]
-    run.add(f"draw {BATCH}", "us", by_turns(stores, draws, arguments))
-    on_disk = stores[1:]
-    data = next(blocks(BLOCKS[-1]))
-    run.add(f"flush {BLOCKS[-1]:,} steps", "ms", [None, *flushes(on_disk, data, arguments.rounds)])
-    for store in stores:
-        store.close()
-    run.add("a row", "bytes", [None, *(store.num_bytes() / arguments.rows for store in on_disk)])
-    times = [microseconds(store.reopen, 0) / 1000 for store in on_disk]
-    run.add("reopen and draw", "ms", [None, *times])
-    for store in on_disk:
-        store.close()
-    return run
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.page is not None:
-        PAGE.write_text(written(PAGE.read_text(), load(arguments.page)))
+def main(arguments: list[str] | None = None) -> None:
+    asked = parse_arguments(arguments)
+    if asked.page is not None:
+        PAGE.write_text(shown(PAGE.read_text(), asked.page))
         return
     torch.set_num_threads(1)
-    root = Path(tempfile.mkdtemp(dir=arguments.path))
-    try:
-        run = measure(arguments, root)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(vars(run), indent=1) + "\n")
+    with tempfile.TemporaryDirectory(dir=asked.path) as root:
+        run = run_of(asked, Path(root))
+    print(*table(run), sep="\n")
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Effort", "Turn", "measure", "nothing"]
+__all__ = ["Effort", "Turn", "measure", "nothing", "take_turn"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -69,17 +69,11 @@ def take_turn(turn: Turn, effort: Effort) -> float:
     while len(taken) < effort.calls and (not taken or clock() < end):
         before()
         wait()
-        if repeat == 1:
-            begin = clock()
+        begin = clock()
+        for _ in range(repeat):
             call()
-            wait()
-            taken.append(clock() - begin)
-        else:
-            begin = clock()
-            for _ in range(repeat):
-                call()
-            wait()
-            taken.append((clock() - begin) / repeat)
+        wait()
+        taken.append((clock() - begin) / repeat)
     return round(1e6 * statistics.median(taken), 2)
 
 

@@ -8,7 +8,6 @@ from tests.benchmarks.tables import format_all, format_gpu, format_missed
 
 __all__ = ["PAGES", "pages_of", "update", "written"]
 
-BEGIN, END = "<!-- speed: begin -->\n", "<!-- speed: end -->\n"
 #: What each page has between two marks, by its path from the root of the checkout.
 PAGES: dict[str, Callable[[Report], Iterator[str]]] = {
     "tutorials/speed.md": format_all,
@@ -23,10 +22,11 @@ def pages_of(report: Report) -> dict[str, Callable[[Report], Iterator[str]]]:
     return PAGES if report.machine.get("device", "cpu") == "cpu" else GPU_PAGES
 
 
-def written(page: str, lines: Iterator[str]) -> str:
-    """Returns a page with these lines between its marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.split(END)[1]
+def written(page: str, lines: Iterator[str], name: str = "speed") -> str:
+    """Returns a page with these lines between its marks of this name."""
+    begin, end = (f"<!-- {name}: {mark} -->\n" for mark in ("begin", "end"))
+    before, rest = page.split(begin)
+    return before + begin + "\n".join(lines) + "\n" + end + rest.split(end)[1]
 
 
 def update(report: Report, root: Path) -> None:

@@ -39,7 +39,6 @@ class Result:
         rows: how many transitions were stored.
         batch_size: how many were drawn, or written, by a call.
         threads: how many the libraries may use.
-        unequal: whether the episodes are of 1 to 99 steps instead of 50.
         row_nbytes: memory that a stored transition takes; 0 where it was not measured.
         rounds: the median of each round, in microseconds a call. Results of one section, size and
             batch took turns, so that their rounds are of the same moments; "loop" and "alone" did too.
@@ -51,7 +50,6 @@ class Result:
     rows: int
     batch_size: int
     threads: int = 1
-    unequal: bool = False
     row_nbytes: float = 0.0
     rounds: list[float] = field(default_factory=list)
 

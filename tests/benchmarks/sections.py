@@ -15,7 +15,7 @@ import torch
 
 from tests.benchmarks import memory
 from tests.benchmarks.cold_start import measure_cold_start
-from tests.benchmarks.contest import Contest, Contestant, Plan, adapter, who
+from tests.benchmarks.contest import Contest, Contestant, Plan, adapter, who, write_turn
 from tests.benchmarks.data import (
     EPISODE_LENGTH,
     LANES,
@@ -25,7 +25,7 @@ from tests.benchmarks.data import (
     stacked_columns,
     take_rows,
 )
-from tests.benchmarks.measure import Turn, measure
+from tests.benchmarks.measure import Turn, measure, nothing
 from tests.benchmarks.network import Network
 from tests.benchmarks.peers import Buffer, load_peer
 from tests.benchmarks.results import Report, Result
@@ -76,36 +76,22 @@ def loop(plan: Plan) -> Iterator[Result]:
     case = {"rows": rows, "batch_size": batch_size}
     network = Network.as_slow_as_wanted(batch_size, plan.effort)
     for group in IN_LOOPS:
-        contest = contest_of(who(plan, group, own=GROUPS[group]), rows, plan)
-        sections = {
-            "loop": contest.turns(batch_size, network.update),
-            "alone": contest.turns(batch_size),
-        }
+        contest = Contest(who(plan, group, own=GROUPS[group]), rows, device=plan.device)
         turns = {
             (section, contestant): turn
-            for section, found in sections.items()
-            for contestant, turn in found.items()
+            for section, between in (("loop", network.update), ("alone", nothing))
+            for contestant, turn in contest.turns(batch_size, between).items()
         }
         for (section, contestant), rounds in measure(turns, plan.effort).items():
             yield from told(section, {contestant: rounds}, plan, **case)
-        del contest, sections, turns
-
-
-def contest_of(
-    contestants: list[Contestant],
-    rows: int,
-    plan: Plan,
-    **options: Any,
-) -> Contest:
-    """Fills the libraries as it was asked for."""
-    return Contest(contestants, rows, device=plan.device, **options)
+        del contest, turns
 
 
 def sampling(plan: Plan) -> Iterator[Result]:
     """Draws of batches, one write before each: every work at every size."""
     sizes = plan.sizes
     for group, rows in itertools.product(GROUPS, sizes):
-        contest = contest_of(who(plan, group, own=GROUPS[group]), rows, plan)
+        contest = Contest(who(plan, group, own=GROUPS[group]), rows, device=plan.device)
         yield from drawn("sampling", contest, plan.batch_sizes, plan)
         if group == "her" and rows == sizes[-1]:
             yield from written_and_drawn(contest, plan)
@@ -154,7 +140,7 @@ def cold(plan: Plan) -> Iterator[Result]:
 def sequences(plan: Plan) -> Iterator[Result]:
     """32 stretches of 16 steps, one write before each draw."""
     for rows in plan.sizes:
-        contest = contest_of(who(plan, "sequences"), rows, plan)
+        contest = Contest(who(plan, "sequences"), rows, device=plan.device)
         yield from drawn("sequences", contest, [32 * SEQUENCE_STEPS], plan)
         del contest
 
@@ -168,10 +154,10 @@ def stored_once(plan: Plan) -> Iterator[Result]:
         columns = flat_columns(goal_columns(size)) if work == "flat" else stacked_columns(size)
         contestants = who(plan, work)
         # What a library loads with its first batch is no memory of its rows.
-        few = contest_of(contestants, EPISODE_LENGTH, plan, columns=take_rows(columns, 0, 150))
+        few = Contest(contestants, EPISODE_LENGTH, columns=take_rows(columns, 0, 150))
         for turn in few.turns(16).values():
             turn.call()
-        contest = contest_of(contestants, rows, plan, columns=columns)
+        contest = Contest(contestants, rows, columns=columns)
         for result in drawn(work, contest, [256], plan):
             yield replace(result, row_nbytes=contest.row_nbytes[result.peer, result.work])
         del contest
@@ -179,40 +165,23 @@ def stored_once(plan: Plan) -> Iterator[Result]:
 
 def writing(plan: Plan) -> Iterator[Result]:
     """Steps of a loop, and writes of several rows at once, over the oldest ones of a full storage."""
-    for work in tuple(WRITES):
-        yield from written(work, plan)
-
-
-def written(work: str, plan: Plan) -> Iterator[Result]:
-    """Measures writes of one kind."""
     rows = plan.most_rows // LANES * LANES
     columns = goal_columns(max(rows, 10_000))
     fill = take_rows(columns, 0, rows)
-    buffers = {
-        contestant: adapter(*contestant, device=plan.device)(fill, rows)
-        for contestant in who(plan, work)
-    }
-    for num_rows in WRITES[work]:
-        turns = {}
-        for contestant, buffer in buffers.items():
-            prepared = [
-                buffer.prepare(take_rows(columns, num_rows * block, num_rows * (block + 1)))
-                for block in range(min(10_000 // num_rows, 1000))
-            ]
-            turns[contestant] = write_turn(buffer, itertools.cycle(prepared))
-        measured = measure(turns, plan.effort)
-        yield from told("writing", measured, plan, rows=rows, batch_size=num_rows)
-
-
-def write_turn(buffer: Buffer, prepared: Iterator) -> Turn:
-    return Turn(call=lambda: buffer.write(next(prepared)), repeat=10)
+    for work, sizes in WRITES.items():
+        contestants = who(plan, work)
+        buffers = {it: adapter(*it, device=plan.device)(fill, rows) for it in contestants}
+        for num_rows in sizes:
+            turns = {it: write_turn(buffer, columns, num_rows) for it, buffer in buffers.items()}
+            measured = measure(turns, plan.effort)
+            yield from told("writing", measured, plan, rows=rows, batch_size=num_rows)
 
 
 def mapped(plan: Plan) -> Iterator[Result]:
     """Rows in a directory next to rows in memory."""
     recorded = {"uniform": "record", "her": "record_her"}
     for work in tuple(recorded):
-        contest = contest_of([], plan.most_rows, plan)
+        contest = Contest([], plan.most_rows)
         with tempfile.TemporaryDirectory() as directory:
             contest.add(("ours", recorded[work]), ("ours", work))
             path = Path(directory) / work

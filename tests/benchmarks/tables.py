@@ -114,7 +114,7 @@ def limit_of(other: Result) -> float:
 
 def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, Result]]:
     """Gives ours beside each of the others that do the same, where most rows are stored."""
-    results = [r for r in results if r.threads == threads and not r.unequal]
+    results = [r for r in results if r.threads == threads]
     for ours in results:
         same = [r for r in results if r.section == ours.section]
         is_largest = ours.rows == max(r.rows for r in same)
@@ -131,7 +131,7 @@ def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, 
 def beside(ours: Result, results: Iterable[Result], peer: str) -> Result | None:
     """Returns what a peer took for the same, or for the part of it that it has."""
     work = ours.work if peer == "compiled" else THEIRS.get(ours.work, ours.work)
-    case = {name: getattr(ours, name) for name in ("section", "rows", "batch_size", "unequal")}
+    case = {name: getattr(ours, name) for name in ("section", "rows", "batch_size")}
     return pick(results, peer=peer, work=work, **case)
 
 
@@ -165,13 +165,7 @@ def format_samples(report: Report) -> Iterator[str]:
 
 def format_sizes(report: Report) -> Iterator[str]:
     """Says what draws of one size take where few rows are stored, and where many are."""
-    case = {
-        "section": "sampling",
-        "peer": "ours",
-        "batch_size": 256,
-        "threads": 1,
-        "unequal": False,
-    }
+    case = {"section": "sampling", "peer": "ours", "batch_size": 256, "threads": 1}
     sizes = sorted({r.rows for r in report.results if r.section == "sampling"})
     both = [
         [pick(report.results, work=work, rows=rows, **case) for work in ("uniform", "her")]
@@ -276,7 +270,7 @@ def format_memory(report: Report) -> Iterator[str]:
 
 def of_most(report: Report, section: str) -> list[Result]:
     """Returns the results of a section with one thread, where most rows are stored."""
-    found = [r for r in report.results if (r.section, r.threads) == (section, 1) and not r.unequal]
+    found = [r for r in report.results if (r.section, r.threads) == (section, 1)]
     most = max((r.rows for r in found), default=0)
     return [r for r in found if r.rows == most and r.work in WORKS]
 

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-from argparse import Namespace
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import cold_start, contest, durability, network, sections, streams
+from tests.benchmarks import cold_start, contest, durability, network, sections
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
-from tests.benchmarks.readme import BEGIN, END, PAGES
+from tests.benchmarks.readme import PAGES
 from tests.benchmarks.results import Report, Result, ratio
 from tests.benchmarks.sections import SECTIONS, run_section
 from tests.benchmarks.tables import format_all, format_missed
@@ -107,7 +106,7 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     assert "raw gather" in capsys.readouterr().out
     for name in PAGES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"Title\n\n{BEGIN}{END}")
+        (tmp_path / name).write_text("Title\n\n<!-- speed: begin -->\n<!-- speed: end -->\n")
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmarks", "--readme", str(kept)])
     command.main()
@@ -122,22 +121,18 @@ def test_what_cannot_be_done_is_refused_before_anything_is_measured(line, capsys
     assert "error" in capsys.readouterr().err
 
 
-def test_loops_over_streams_are_timed(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["streams", "--rows", "400", "--rounds", "1"])
-    monkeypatch.setattr(streams, "BATCHES", (16,))
-    streams.main()
-    lines = capsys.readouterr().out.splitlines()
-    titles = [line for line in lines if not line.startswith("  ")]
-    assert titles == ["gather of 16", "hindsight of 16", "writes"]
-
-
 def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(durability, "BLOCKS", (1, 10))
     if find_spec("lmdb") is None:
         monkeypatch.setattr(durability, "STORES", durability.STORES[:3])
-    run = durability.measure(Namespace(rows=1000, rounds=1, seconds=0.0), tmp_path)
-    assert len(list(run.table())) == 6 + len(run.found) - 1
-    assert "draw 256" in capsys.readouterr().out
+    kept = tmp_path / "run.json"
+    line = f"--rows 1000 --rounds 1 --seconds 0 --path {tmp_path} --json {kept}"
+    durability.main(line.split())
+    printed = capsys.readouterr().out
+    marks = [f"<!-- durability: {mark} -->\n" for mark in ("begin", "end")]
+    assert durability.shown("".join(marks), kept) == printed.join(marks)
+    assert printed.count("\n") == 4 + 7
+    assert "| draw 256, us | " in printed
 
 
 @pytest.mark.gpu

@@ -1,54 +1,24 @@
 """TorchRL's collectors and rollouts write, in one piece or flat, and nothing crosses an episode."""
 
 import multiprocessing
-import os
 import random
 import warnings
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from contract.lanes import Lanes
 from contract.make import make, make_for
 from contract.steps import Player, assert_same, ids_of, rows
+from tally_env import LENGTHS, TallyEnv, tally
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import GymWrapper, SerialEnv
+from torchrl.envs import SerialEnv
 from torchrl.trainers import ReplayBufferTrainer
 
 pytestmark = [
     pytest.mark.requirement("nothing-crosses"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-class TallyEnv(gymnasium.Env):
-    """Observes (environment, episode, step); ends or is cut short by turns."""
-
-    observation_space = gymnasium.spaces.Box(0, 2**62, (3,), np.int64)
-    action_space = gymnasium.spaces.Discrete(5)
-    made = 0
-
-    def __init__(self):
-        TallyEnv.made += 1
-        self.number, self.episode = (os.getpid() << 20) + TallyEnv.made, -1
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episode, self.step_number = self.episode + 1, 0
-        return np.array([self.number, self.episode, 0]), {}
-
-    def step(self, action):
-        self.step_number += 1
-        over = self.step_number == (3, 7, 1, 5)[self.episode % 4]
-        terminated = over and self.episode % 2 == 0
-        seen = np.array([self.number, self.episode, self.step_number])
-        return seen, -1.0, terminated, over and not terminated, {}
-
-
-def tally():
-    return GymWrapper(TallyEnv(), categorical_action_encoding=True)
 
 
 def structure(storage):
@@ -71,11 +41,10 @@ def assert_nothing_crosses(storage):
 
 def tally_storage(num_envs, size=120, **options):
     """A storage whose batches lead to the ends of episodes."""
-    env = TallyEnv()
     options = {"n_step": 1000, "discount": 1.0, "num_envs": num_envs, **options}
     if num_envs > 1:
         options["autoreset_mode"] = "SameStep"
-    return make_for(env, "n-step", size=size, **options)
+    return make_for(TallyEnv(), "n-step", size=size, **options)
 
 
 def collected(num_envs, num_batches=10, **options):
@@ -90,7 +59,7 @@ def collected(num_envs, num_batches=10, **options):
 class TestCollector:
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_batches_that_the_loop_writes(self, place, num_envs):
-        storage = tally_storage(num_envs, 40 * num_envs, **_of(place))
+        storage = tally_storage(num_envs, 40 * num_envs, place=place)
         for data in collected(num_envs):
             storage.extend(data)
             assert_nothing_crosses(storage)
@@ -107,7 +76,7 @@ class TestCollector:
 
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_a_trainer_writes_what_it_did_not_flatten(self, place, num_envs):
-        storage = tally_storage(num_envs, 40 * num_envs, **_of(place))
+        storage = tally_storage(num_envs, 40 * num_envs, place=place)
         whole, flat = (
             ReplayBufferTrainer(storage, batch_size=8, flatten_tensordicts=is_flat)
             for is_flat in (False, True)
@@ -128,12 +97,12 @@ class TestCollector:
                 assert_nothing_crosses(storage)
         # The last row of each is an end.
         last = {after for _, after in structure(storage).values()}
-        assert all(step == (3, 7, 1, 5)[episode % 4] for _, episode, step in last)
+        assert all(step == LENGTHS[episode % 4] for _, episode, step in last)
 
     @pytest.mark.requirement("flat-batches")
     @pytest.mark.parametrize("num_envs", [2, 3])
     def test_flat_batches_store_the_same_episodes(self, place, num_envs):
-        square, flat, by_time = (tally_storage(num_envs, 600, **_of(place)) for _ in range(3))
+        square, flat, by_time = (tally_storage(num_envs, 600, place=place) for _ in range(3))
         for data in collected(num_envs):
             square.extend(data)
             flat.extend(data.reshape(-1))
@@ -263,10 +232,6 @@ class TestProcesses:
         assert len(set(ids_of(storage.sample(50)).tolist())) == 2
 
 
-def _of(place):
-    return {"place": place}
-
-
 # Gaps
 
 
@@ -389,14 +354,8 @@ class TestGaps:
         data = rows(player.play([], 6))
         data["collector", "traj_ids"] = torch.tensor([4, 4, 9, 9, 9, 2])
         storage.extend(data)
-        assert [lengths(storage)[number] for number in ids_of(data).tolist()] == [
-            2,
-            1,
-            3,
-            2,
-            1,
-            1,
-        ]
+        found = lengths(storage)
+        assert [found[number] for number in ids_of(data).tolist()] == [2, 1, 3, 2, 1, 1]
 
 
 # Flat batches and entries without a field

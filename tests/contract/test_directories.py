@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
 import os
 import pickle
 import shutil
@@ -147,6 +149,68 @@ def test_readers_come_before_the_first_write(tmp_path):
         library.ReplayStorage.open(tmp_path / "nowhere", mode="r")
 
 
+def test_a_directory_may_be_made_anew(tmp_path):
+    storage, _ = filled(tmp_path)
+    with pytest.raises(RuntimeError, match="writer"):
+        opened(tmp_path, STEPS, "uniform", fresh=True)
+    reader = opened(tmp_path, STEPS, "uniform", mode="r")
+    storage.close()
+    storage = opened(tmp_path, STEPS, "uniform", fresh=True)
+    assert not len(storage)
+    write_on(storage, Script(1, 1000), written := [[], []], 2)
+    assert len(reader.sample()) == 16
+    assert found(reader) == written
+
+
+@pytest.mark.parametrize("name", ["storage.json", "rows.1"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_links_and_pipes_are_not_followed(tmp_path, name, kind):
+    filled(tmp_path / "rows")[0].close()
+    path = (tmp_path / "rows" / name).rename(tmp_path / "elsewhere").parent / "rows" / name
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="damaged"):
+        library.ReplayStorage.open(tmp_path / "rows")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_older_formats_are_refused(tmp_path, number):
+    (tmp_path / "storage.json").write_text(json.dumps({"kind": "trl_storages", "format": number}))
+    with pytest.raises(ValueError, match="formats 1 and 2 were never released"):
+        library.ReplayStorage.open(tmp_path)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    """Room for rows is reserved before they are written."""
+    reserve, left, size = os.posix_fallocate, 1 << 40, 20_000
+
+    def reserve_some(file: int, start: int, size: int) -> None:
+        nonlocal left
+        left -= size
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_some)
+    storage, script = opened(tmp_path / "x", size, "uniform"), Script(0, longest=2000)
+    written: list[list[Any]] = [[], []]
+    left = 5_000_000
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            write_on(storage, script, written, 1000)
+        assert len(storage) >= 1000
+        assert found(storage) == written
+        script = Script(0, len(written[0]) + 5000, longest=2000)
+    left = 5_000_000
+    write_on(storage, script, written, 1)
+    assert found(storage) == written
+    storage.close()
+    left = 0
+    with pytest.raises(OSError, match="No space left"):
+        opened(tmp_path / "y", size)
+    assert [*(tmp_path / "y").iterdir()] == [tmp_path / "y" / "lock"]
+    assert found(opened(tmp_path / "x", size, "uniform", mode="r")) == written
+
+
 class TestAfterAKill:
     """A copy of the files is what a killed process would have left."""
 
@@ -164,6 +228,16 @@ class TestAfterAKill:
         again = opened(tmp_path / "copy", STEPS, "prioritized")
         assert found(again) == written
         assert {*ids_of(again.sample(64)).tolist()} == {int(ids[0])}
+
+    @pytest.mark.parametrize("keep_steps", [0, 3])
+    @pytest.mark.parametrize("num_blocks", [0, 2])
+    def test_what_was_emptied_never_comes_back(self, tmp_path, keep_steps, num_blocks):
+        storage, written = filled(tmp_path / "rows")
+        storage.empty(keep_steps=keep_steps)
+        kept = [steps[len(steps) - keep_steps :] for steps in written]
+        write_on(storage, Script(1, 1000), kept, num_blocks)
+        shutil.copytree(tmp_path / "rows", tmp_path / "copy")
+        assert found(opened(tmp_path / "copy", STEPS, "uniform")) == [it[-STEPS:] for it in kept]
 
     def test_environments_are_fresh(self, tmp_path):
         """Those that were to be reset in the next step are gone with the process."""

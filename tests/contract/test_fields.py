@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from contract.make import assemble, library, make, make_for, make_of
+from contract.make import assemble, library, make, make_for, make_of, new_folder
 from contract.steps import Player, assert_same, ids_of, rows
 from tensordict import TensorDict
 
@@ -30,7 +30,10 @@ def test_every_dtype_at_every_level_bit_for_bit(place, dtype):
     data, seen = rows(Player().play([4, 5], 2)), values(12, 2, 3)
     data["deep", "seen"], data["next", "deep", "seen"] = seen[:-1], seen[1:]
     data["scalar"], data["next", "only"] = values(11), values(11, 5)
-    storage = assemble(20, place=place, on_gap="ignore")
+    data["agents"] = TensorDict({"seen": values(11, 2, 4)}, [11, 2])
+    path = {"path": new_folder() / "rows"} if place == "directory" else {}
+    packed = {"storage": library.PackedStorage(20, **path)} if path else {}
+    storage = assemble(20, place=place, on_gap="ignore", **packed)
     index = storage.extend(data)
     assert_same(storage[index], data)
     batch = storage.sample(40)
@@ -39,6 +42,11 @@ def test_every_dtype_at_every_level_bit_for_bit(place, dtype):
     history = storage[:]
     assert_same(history, data)
     assert_same(storage[3:7], data[3:7])
+    if path:
+        storage.close()
+        again = library.ReplayStorage.open(**path)[:]
+        assert_same(again, data)
+        assert again["agents"].batch_size == (11, 2)
 
 
 @pytest.mark.requirement("her-info")
@@ -103,10 +111,7 @@ class TestFrameStacks:
         return torch.cat(blocks)
 
     @pytest.mark.requirement("stored-once")
-    @pytest.mark.parametrize(
-        "history",
-        ["same", "own"],
-    )
+    @pytest.mark.parametrize("history", ["same", "own"])
     def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
         storage = make("n-step", place=place, layout="frames", size=24)
         data = self.play([4, 1, 7, 5, 3, 2, 9], history)
@@ -208,3 +213,10 @@ class TestFrameStacks:
         with pytest.raises(ValueError, match="observation"):
             storage.extend(data)
         assert len(storage) == 0
+        # Where the first write tells the fields, one that is refused tells nothing.
+        stack = (torch.float32, (3, 2), library.FrameStack(3))
+        fields = {"observation": stack, ("next", "observation"): stack, ("next", "done"): None}
+        storage = library.ReplayStorage(storage=library.PackedStorage(24, fields=fields))
+        with pytest.raises(ValueError, match="moved by one frame"):
+            storage.extend(data.select("observation", ("next", "observation"), ("next", "done")))
+        assert not storage.storage.initialized

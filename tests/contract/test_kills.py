@@ -1,7 +1,7 @@
 """A writer is killed, or the power is cut, at any moment: what it wrote is there up to some step.
 
-A cut of the power is simulated: of each page that was written since `flush()`, chance decides whether it
-is on disk.
+A cut of the power is simulated: of each page, or of a smaller part, chance decides which of its contents
+since `flush()` is on disk.
 """
 
 from __future__ import annotations
@@ -89,19 +89,18 @@ def test_a_writer_that_is_killed_often(tmp_path, seed):
     kill_and_reopen(tmp_path / "rows", 100, seed)
 
 
-def after_cut(before: Path, now: Path, to: Path, luck: random.Random) -> None:
-    """Makes what a cut of the power may leave: of each page what was flushed, or what is there now."""
-    shutil.copytree(now, to)
-    share = luck.choice([0.1, 0.5, 0.9])
-    for file in [path for path in to.rglob("*") if path.is_file()]:
-        if not (old := before / file.relative_to(to)).exists():
-            continue
-        data, flushed = bytearray(file.read_bytes()), old.read_bytes()
-        for start in range(0, min(len(data), len(flushed)), PAGE):
-            if luck.random() < share:
-                page = flushed[start : start + PAGE]
-                data[start : start + len(page)] = page
-        file.write_bytes(data)
+def after_cut(moments: list[Path], to: Path, luck: random.Random) -> Path:
+    """Makes what a cut of the power may leave, out of copies from the flush until now."""
+    shutil.copytree(luck.choice(moments), to)
+    size, newest = luck.choice([24, 64, 512, PAGE]), luck.choice([0.0, 0.2, 0.5, 0.9])
+    for file in to.glob("rows.*"):
+        *older, data = [(moment / file.name).read_bytes() for moment in moments]
+        chosen = bytearray(data)
+        for start in range(0, len(data), size):
+            if luck.random() > newest:
+                chosen[start : start + size] = luck.choice([*older, data])[start : start + size]
+        file.write_bytes(chosen)
+    return to
 
 
 def cut_the_power(path: Path, seed: int, flush_at: int, num_moments: int) -> None:
@@ -111,12 +110,16 @@ def cut_the_power(path: Path, seed: int, flush_at: int, num_moments: int) -> Non
     opened(path, MANY_STEPS).close()
     with writing(path, MANY_STEPS, script, flush_at=flush_at) as writer:
         writer.wait_until_stopped()
-        shutil.copytree(path, flushed := path.with_name("flushed"))
+        moments: list[Path] = []
         for number in range(num_moments):
-            shutil.copytree(path, now := path.with_name(f"now {number}"))
+            moments.append(Path(shutil.copytree(path, path.with_name(f"now {number}"))))
             unsure = [steps[len(sure[0]) :] for steps in script.until(writer.num_written + 1)]
-            after_cut(flushed, now, cut := path.with_name(f"cut {number}"), luck)
-            for copied in (now, cut):
+            cut = after_cut(moments, path.with_name(f"cut {number}"), luck)
+            before = Path(shutil.copytree(cut, path.with_name(f"before {number}")))
+            opened(cut, MANY_STEPS)
+            # Again while it recovers.
+            again = after_cut([before, cut], path.with_name(f"again {number}"), luck)
+            for copied in (before, again):
                 storage = opened(copied, MANY_STEPS)
                 lanes = found(storage)
                 num_checked += assert_kept(lanes, sure, unsure, MANY_STEPS)
@@ -125,7 +128,6 @@ def cut_the_power(path: Path, seed: int, flush_at: int, num_moments: int) -> Non
                 write_on(storage, Script(number, next_start(lanes)), lanes, 3)
                 assert found(storage) == [steps[-MANY_STEPS:] for steps in lanes]
                 storage.close()
-                shutil.rmtree(copied)
             writer.go_on()
             time.sleep(luck.uniform(0, 0.003))
             writer.stop()

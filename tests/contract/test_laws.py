@@ -1,14 +1,18 @@
 """What is drawn, and how often: seeded chi-square tests, or exact."""
 
+import math
 import warnings
 from collections import Counter, defaultdict
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends, fold
 from contract.make import PLACES, assemble, library, make
 from contract.steps import ids_of, reward_fn
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
@@ -467,16 +471,7 @@ def window(num_rows, eta, k, num_updates, c_min):
 
 @pytest.mark.requirement("ere-window")
 class TestRecency:
-    @pytest.mark.parametrize(
-        "history",
-        [
-            pytest.param(
-                history,
-                id=name,
-            )
-            for name, history in HISTORIES.items()
-        ],
-    )
+    @each_history
     def test_exactly_the_newest_of_each_lane_in_every_update(self, history):
         sampler = ERESampler(0.999, c_min=3)
         storage, lanes = filled(history, sampler=sampler)
@@ -598,6 +593,29 @@ class TestEta:
         for value, slope in trace:
             scheduler.step(value)
             assert storage.eta == pytest.approx(1 - 0.5 * (slope + 1) / 2), value
+
+    @given(st.lists(st.integers(-100, 100), min_size=4, max_size=30))
+    def test_the_adaptive_rule_is_a_loop(self, returns):
+        storage = assemble(10, sampler=ERESampler(eta=0.5))
+        scheduler = library.ReturnImprovementEta(storage, num_returns=4, decay=0.5)
+        rise, fall = -math.inf, 0.0
+        for end, value in enumerate(returns, start=1):
+            scheduler.step(value)
+            slope = 0.0
+            if end >= 4:
+                slope = np.gradient(returns[end - 4 : end]).mean()
+                rise = slope if slope > rise else 0.5 * rise
+                fall = -slope if -slope > fall else 0.5 * fall
+                slope = slope / rise if slope > 0 else slope / (fall or 1)
+            assert storage.eta == pytest.approx(1 - 0.5 * (np.clip(slope, -1, 1) + 1) / 2)
+
+    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=12))
+    def test_eta_stays_within_its_bounds(self, returns):
+        storage = assemble(10, sampler=ERESampler(eta=0.5))
+        scheduler = library.ReturnImprovementEta(storage, num_returns=3)
+        for value in returns:
+            scheduler.step(value)
+            assert 0.5 <= storage.eta <= 1
 
     def test_a_saved_rule_goes_on_alike(self):
         returns, etas = [1.0, 4.0, 2.0, 2.0, 1.0, 5.0, 3.0], []

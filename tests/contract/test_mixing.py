@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract.lanes import HISTORIES
 from contract.make import assemble, library
-from contract.steps import assert_same, ids_of, reward_fn, rows
+from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from scipy import stats
 from torchrl import data as stock
 from torchrl.data.replay_buffers import sample_units
@@ -213,3 +213,11 @@ def test_the_loop_of_prioritized_replay_in_a_buffer_of_torchrls():
 def test_an_episode_writer_with_parts_that_know_no_episodes(parts, buffer):
     with pytest.raises(TypeError, match="use "):
         assemble(SIZE, LANES, buffer=buffer, **parts())
+
+
+def test_hindsight_over_a_storage_that_knows_no_episodes():
+    storage = stock.LazyTensorStorage(10, ndim=2)
+    made = stock.TensorDictReplayBuffer(storage=storage, sampler=HERSampler(), batch_size=4)
+    made.extend(rows(Player().play([5, 5])).view(2, 5))
+    with pytest.raises(TypeError, match="PackedStorage"):
+        made.sample()

@@ -3,16 +3,22 @@
 import inspect
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from contract.lanes import Lanes, ends
-from contract.make import DISCOUNT, library, make, make_for, new_folder
+from contract.make import DISCOUNT, library, make, make_for, make_of, new_folder, spaces
 from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from gymnasium.vector import AutoresetMode
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv
 from torchrl.envs.transforms import RewardScaling
 
 RECIPES = ["uniform", "n-step", "prioritized", "recency", "hindsight", "all"]
+FIELDS = {*rows([]).keys(True, True)}
+SPECS = Composite(
+    observation=Unbounded((3,)), achieved_goal=Unbounded((2,)), desired_goal=Unbounded((2,))
+)
 
 
 def filled(kind, **options):
@@ -46,13 +52,19 @@ def test_what_batches_hold(place, kind, entries):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_further_entries_of_a_collector_are_dropped(kind):
-    storage, data = make(kind), rows(Player().play([4]))
+@pytest.mark.parametrize("of", [spaces(), (SPECS, Unbounded((2,)))], ids=["spaces", "specs"])
+def test_fields_are_those_of_spaces_or_specs(kind, of):
+    """Before the first write; further entries of a collector are dropped."""
+    infos = {"effort": gymnasium.spaces.Box(-9, 9, (1,), np.float64)}
+    storage, data = make_of(*of, kind, info_keys=infos), rows(Player().play([4]))
+    assert storage.storage.initialized
+    data["logits"] = torch.zeros(4, 7)
     data["step_count"] = data["next", "step_count"] = torch.ones(4, 1, dtype=torch.int64)
     data["is_init"] = data["next", "is_init"] = torch.zeros(4, 1, dtype=torch.bool)
     data["collector", "traj_ids"] = torch.zeros(4, dtype=torch.int64)
     storage.extend(data)
-    assert not {"step_count", "is_init", "collector"} & {*storage[:].keys()}
+    assert {*storage[:].keys(True, True)} == FIELDS
+    assert_same(storage[:], data.select(*FIELDS))
 
 
 # What each option does: (a value, whether a storage with it shows it)
@@ -211,17 +223,60 @@ def test_a_reader_draws_as_the_writer_does():
         make("n-step", mode="r")
 
 
-@pytest.mark.parametrize(
-    "key", ["index", "her_mask", "goal_index", "priority_weight", "anchor_index", "sequence_id"]
-)
-def test_names_that_sampling_sets_are_refused(key):
-    box = gymnasium.spaces.Box(-1, 1, (2,))
-    for options in ({"info_keys": {key: box}}, {"extra_fields": {key: (torch.float32, (2,))}}):
-        with pytest.raises(ValueError, match=key):
-            make(**options)
-
-
 # Names
+
+
+def test_names_that_sampling_sets_are_refused():
+    storage, _ = filled("all", sample_unit=library.EpisodeSequence(2))
+    both = library.ReplayStorageEnsemble(storage, batch_size=4)
+    batches = storage.sample(), storage.sample_episodes(2), both.sample()
+    added = {key for batch in batches for key in batch.keys(True, True)} - FIELDS
+    assert len(added) > 12
+    box = gymnasium.spaces.Box(-1, 1, (2,))
+    for key in added - {"is_init", "steps_to_next_obs"}:
+        for options in ({"info_keys": {key: box}}, {"extra_fields": {key: (torch.float32, (2,))}}):
+            with pytest.raises(ValueError, match=key if isinstance(key, str) else key[-1]):
+                make(**options)
+
+
+@pytest.mark.parametrize("key", ["is_init", "steps_to_next_obs", ("next", "index")])
+def test_names_that_torchrl_writes_too_may_be_stored(key):
+    storage, data = make(extra_fields={key: (torch.int64, (1,))}), rows(Player().play([6]))
+    storage.extend(data.set(key, torch.arange(6).unsqueeze(1)))
+    batch = storage.sample(9)
+    assert torch.equal(batch[key].squeeze(1), batch["index"])
+
+
+def test_sampled_batches_are_written_again():
+    storage, other = filled("all")[0], make("all", on_gap="ignore")
+    other.extend(storage.sample(5))
+    assert len(other) == 5
+    assert {*other[:].keys(True, True)} == FIELDS
+
+
+def test_every_option_is_explained():
+    explained = inspect.cleandoc(library.UniformReplayStorage.__doc__)
+    for option in inspect.signature(library.UniformReplayStorage).parameters:
+        assert f"    {option}: " in explained, option
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("NStepReplayStorage", {"n_step": 3}),
+        ("PrioritizedReplayStorage", {"alpha": 0.6}),
+        ("EREReplayStorage", {"eta": 0.996}),
+        ("EpisodeReplayStorage", {"batch_size": 16}),
+    ],
+)
+def test_recipes_differ_in_their_defaults(name, other):
+    of_uniform, of_recipe = (
+        inspect.signature(getattr(library, it)).parameters for it in ("UniformReplayStorage", name)
+    )
+    different = {
+        key: it.default for key, it in of_recipe.items() if it.default != of_uniform[key].default
+    }
+    assert different == other
 
 
 @pytest.mark.parametrize("kind", [*RECIPES, "episodes"])

@@ -26,6 +26,10 @@ def test_rows_read_back_bit_for_bit(place, layout, lanes):
     ids = ids_of(history).tolist()
     assert sorted(ids) == sorted(kept)
     assert_same(history, rows([kept[number] for number in ids], layout))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert_same(storage[nothing], rows([], layout))
+    with pytest.raises(IndexError, match="live rows"):
+        storage[torch.tensor([3, 10 * lanes])]
     batch = storage.sample(50)
     assert_same(batch, rows([kept[number] for number in ids_of(batch).tolist()], layout))
 
@@ -35,3 +39,20 @@ def test_lanes_of_different_lengths(place):
     steps = play([[3, 2], [4]], unfinished=1)
     slots = torch.cat([lane.flatten() for lane in write(storage, steps)])
     assert_same(storage[slots], rows([*steps[0], *steps[1]]))
+
+
+def test_too_few_entries_are_said_once(place):
+    """Episodes of one step need two entries each, which there are unless `max_entries` says less."""
+    storage, player = make(place=place, size=1000, max_entries=1200), Player()
+    storage.extend(rows(player.play([50] * 18)))
+    steps = player.play([1] * 2000)
+    with pytest.warns(UserWarning, match="max_entries"):
+        storage.extend(rows(steps[:1100]))
+    storage.extend(rows(steps[1100:]))
+    storage.validate()
+    assert 400 < len(storage) < 1000
+    assert_same(storage[:], rows(steps[-len(storage) :]))
+    if place != "device":
+        whole = make(place=place, size=1000)
+        whole.extend(rows(steps))
+        assert_same(whole[:], rows(steps[-1000:]))

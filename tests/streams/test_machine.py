@@ -3,6 +3,8 @@
 # Letters as in the package.
 # ruff: noqa: N806, B007, PERF403
 
+import shutil
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tensordict import unravel_key
 
+from trl_storages.directory import Directory
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import streams
+from trl_storages.kernels import checks, streams
 from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout
 
 #: A smaller counterexample is looked for by the long search, as it takes minutes.
@@ -100,20 +103,29 @@ class Machine(RuleBasedStateMachine):
         size = (E * plain.entries_per_lane, layout.entry_words)
         shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
         lane_bytes = plain.entries_per_lane * layout.entry_words * 8
-        private = Arena(shapes, lane_bytes=lane_bytes)
-        shared = Arena.shared(shapes, lane_bytes=lane_bytes)
+        arenas = [Arena(shapes, lane_bytes=lane_bytes), None, None]
+        # Rows of files are never rewritten, and never begin at slot 0 again.
+        self.path, self.has_file = tempfile.mkdtemp(), rng.random() < 0.3
+        if not self.has_file:
+            arenas.append(Arena.shared(shapes, lane_bytes=lane_bytes))
         self.forms = []
-        for arena in (private, shared, None, None):
+        for arena in arenas:
             index = EpisodeIndex(
                 *(E * T, E), stack=k, max_entries=entries, tables=arena and arena.arrays
             )
             rows = HostRows(layout, index, arena) if arena else DeviceRows(layout, index, CPU)
             self.forms.append((index, rows))
+        if self.has_file:
+            self.directory = Directory.create(self.path, layout, E * T, E, max_entries=entries)
+            self.forms.append((self.directory.index, self.directory.rows))
         self.E, self.T, self.k = E, T, k
         self.lanes = [Lane() for _ in range(E)]
         self.room = np.zeros(E, np.int64)  # what writes that were cut off made room for
         self.goes_on = rng.choice([0.0, 0.5, 0.95, 1.0])
         self.ends = rng.choice([0.0, 0.05, 0.7])
+
+    def teardown(self):
+        shutil.rmtree(self.path)
 
     def values(self, last):
         """One row that goes on from `last`, or from a part of it, or does not."""
@@ -181,7 +193,7 @@ class Machine(RuleBasedStateMachine):
             got, begins, sizes = 0, block.offsets[:-1], np.diff(block.offsets)
             for first in range(0, int(sizes.max()), most):
                 firsts, ends = (begins + np.minimum(sizes, it) for it in (first, first + most))
-                part = self.copy_of(block, number == 3).part(firsts, ends)
+                part = self.copy_of(block, number == 2).part(firsts, ends)
                 slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
                 got += gaps
                 assert len(slots) == len(part.words)
@@ -245,6 +257,14 @@ class Machine(RuleBasedStateMachine):
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
             else:
                 streams.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
+            if self.has_file and rows is self.directory.rows:
+                before = rows.marked[0].copy()
+                checks.mark(
+                    *(tables, rows.entries, self.layout.observation_words, rows.marked),
+                    *(which, offsets, how, at, slots),
+                )
+                if after == "copy":
+                    np.copyto(rows.marked[0], before, where=chance(before.shape) >= stores)
             streams.publish(tables, which[:first], offsets[: first + 1])
             if is_on_device:
                 has_rows = which[:first][np.diff(offsets)[:first] > 0]
@@ -254,12 +274,17 @@ class Machine(RuleBasedStateMachine):
                 self.room[e] = max(self.room[e], len(lane.rows) + counts[e] - self.T)
         named = which[:first]
         self.took(block, [self.lanes[e] for e in named], [behind[e] for e in named], False)
+        if self.has_file:  # its process was killed
+            self.forms.pop()
+            self.directory = None
+            self.directory = Directory.open(self.path)
+            self.forms.append((self.directory.index, self.directory.rows))
 
     def rewrite(self):
         """Values of steps are replaced."""
         steps = self.live_steps()
         keys = [key for key in STEPS if key in self.layout and key != ("next", "done")]
-        if not steps or not keys:
+        if not steps or not keys or self.has_file:
             return
         key = keys[self.rng.integers(len(keys))]
         picked = [steps[i] for i in np.flatnonzero(self.rng.random(len(steps)) < 0.3)]
@@ -274,6 +299,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(keep=st.sampled_from([0, 1, 3]))
     def empty(self, keep):
+        keep = max(keep, int(self.has_file))
         for index, _ in self.forms:
             index.empty(keep)
         for e, lane in enumerate(self.lanes):
@@ -379,6 +405,8 @@ class Machine(RuleBasedStateMachine):
             self.check_steps(index, slots, steps, tails)
             self.check_windows(index, picked, steps, tails)
             drawn.append(index.draw(noise))
+        if self.has_file:
+            self.directory.validate()
         assert all(torch.equal(it, drawn[0]) for it in drawn)
         assert not drawn or {*drawn[0].tolist()} <= {*slots.tolist()}
 

@@ -7,7 +7,7 @@ says how far the machine would go.
 Letters: N rows, E lanes, W words of 8 bytes a row, B batch, G goal size, n steps of a window.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -41,6 +41,42 @@ EPS = 1e-6
 C_MIN, ETA = 5000, 0.996
 
 
+class Ring(NamedTuple):
+    """Rows and their episodes.
+
+    Attributes:
+        rows: `[N, W]` the rows; `words` are the same as `[N, 2W]` float32.
+        words: see `rows`.
+        episode: `[N]` the episode of each row.
+        last: `[N]` the last row of each episode.
+        begun: `[E]` how many episodes each lane has begun.
+        is_open: `[E]` whether the episode of each lane goes on.
+    """
+
+    rows: np.ndarray
+    words: np.ndarray
+    episode: np.ndarray
+    last: np.ndarray
+    begun: np.ndarray
+    is_open: np.ndarray
+
+
+class Fields(NamedTuple):
+    """Where fields are in rows, in words of 4 bytes.
+
+    Attributes:
+        achieved: what a step reached.
+        reward: its reward.
+        goals: `[2]` where goals are written to.
+        following: `[*, 2]` from and to: what tells where a step led to.
+    """
+
+    achieved: int
+    reward: int
+    goals: np.ndarray
+    following: np.ndarray
+
+
 class Plain(Raw):
     """Rows in a ring of E lanes, with an episode for each; goals and windows are of one lane."""
 
@@ -50,20 +86,21 @@ class Plain(Raw):
 
     def __init__(self, columns: Columns, capacity: int):
         super().__init__(columns, capacity)
-        self.words = self.rows.view(np.float32).reshape(capacity, -1)
-        self.episode = np.zeros(capacity, np.int32)
-        self.last = np.zeros(capacity, np.int32)
-        self.begun = np.zeros(self.lanes, np.int64)
-        self.is_open = np.zeros(self.lanes, bool)
+        words = self.rows.view(np.float32).reshape(capacity, -1)
+        episodes = np.zeros(capacity, np.int32), np.zeros(capacity, np.int32)
+        lanes = np.zeros(self.lanes, np.int64), np.zeros(self.lanes, bool)
+        self.ring = Ring(self.bytes, words, *episodes, *lanes)
         self.cursor = 0
         self.append(self.block(columns))
-        self.achieved_word, self.reward_word = self.word("next_achieved_goal"), self.word("reward")
-        self.goal_words = np.array([self.word(name) for name in GOALS])
-        # What tells where a step led to, as words from and to; the flags share one.
         following = [name for name in self.names if name.startswith("next_")]
         ends = [(self.word(name), columns[name][0].size) for name in following]
-        flags = (self.word("done"), 1)
-        self.following_words = np.array([(start, start + size) for start, size in [*ends, flags]])
+        ends.append((self.word("done"), 1))  # the flags share one
+        self.fields = Fields(
+            self.word("next_achieved_goal"),
+            self.word("reward"),
+            np.array([self.word(name) for name in GOALS]),
+            np.array([(start, start + size) for start, size in ends]),
+        )
 
     def word(self, name: str) -> int:
         """Returns which 4-byte word of a row a field begins in; 0 where there is none."""
@@ -77,16 +114,8 @@ class Plain(Raw):
         return block
 
     def append(self, block: np.ndarray) -> None:
-        append(
-            self.bytes,
-            self.episode,
-            self.last,
-            self.begun,
-            self.is_open,
-            self.cursor,
-            block.view(np.int64).reshape(len(block), -1),
-            block["done"],
-        )
+        rows = block.view(np.int64).reshape(len(block), -1)
+        append(self.ring, self.cursor, rows, block["done"])
         self.cursor += len(block)
 
     def write(self, prepared: Columns) -> None:
@@ -116,23 +145,9 @@ class Plain(Raw):
         rewards = np.empty((self.steps, batch_size), np.float32)
         achieved = np.empty((self.steps, count, GOAL_SIZE), np.float32)
         length = np.empty(batch_size, np.int64)
-        see(
-            self.bytes,
-            self.words,
-            self.episode,
-            self.last,
-            slots,
-            self.noise(count),
-            self.achieved_word,
-            self.goal_words,
-            self.following_words,
-            self.reward_word,
-            out,
-            out.view(np.float32),
-            achieved,
-            rewards,
-            length,
-        )
+        words = out.view(np.float32)
+        noise = self.noise(count)
+        see(self.ring, self.fields, slots, noise, out, words, achieved, rewards, length)
         batch = out.view(self.dtype)[:, 0]
         fields = {name: torch.from_numpy(batch[name]) for name in self.names}
         if count:
@@ -253,28 +268,16 @@ WORKS = {
 
 
 @loop
-def append(
-    table: np.ndarray,
-    episode: np.ndarray,
-    last: np.ndarray,
-    begun: np.ndarray,
-    is_open: np.ndarray,
-    cursor: int,
-    block: np.ndarray,
-    done: np.ndarray,
-) -> None:
+def append(ring: Ring, cursor: int, block: np.ndarray, done: np.ndarray) -> None:
     """Copies rows `[S, W]` behind those that are there, one to each lane in turn.
 
     Args:
-        table: `[N, W]` the rows.
-        episode: `[N]` the episode of each row.
-        last: `[N]` the last row of each episode.
-        begun: `[E]` how many episodes each lane has begun.
-        is_open: `[E]` whether the episode of each lane goes on.
+        ring: where to.
         cursor: how many rows were written before.
         block: `[S, W]` the new ones.
         done: `[S]` whether they end their episodes.
     """
+    table, _, episode, last, begun, is_open = ring
     num_lanes, capacity = len(begun), len(table)
     for row in range(len(block)):
         slot, lane = (cursor + row) % capacity, (cursor + row) % num_lanes
@@ -301,16 +304,10 @@ def draw(noise: np.ndarray, num_rows: int, slots: np.ndarray) -> None:
 
 @loop
 def see(
-    table: np.ndarray,
-    words: np.ndarray,
-    episode: np.ndarray,
-    last: np.ndarray,
+    ring: Ring,
+    fields: Fields,
     slots: np.ndarray,
     noise: np.ndarray,
-    achieved_word: int,
-    goal_words: np.ndarray,
-    following_words: np.ndarray,
-    reward_word: int,
     out: np.ndarray,
     out_words: np.ndarray,
     achieved: np.ndarray,
@@ -320,22 +317,18 @@ def see(
     """Copies rows, those that end their windows and the goals that later rows reached.
 
     Args:
-        table: `[N, W]` the rows; `words` are the same as `[N, 2W]` float32.
-        words: see `table`.
-        episode: `[N]` the episode of each row.
-        last: `[N]` the last row of each episode.
+        ring: the rows.
+        fields: where they are in them.
         slots: `[B]` the rows that were drawn.
         noise: of the first rows, as many as are given goals.
-        achieved_word: where a row says what its step reached.
-        goal_words: `[2]` where goals are written to.
-        following_words: `[*, 2]` what is taken from the last row of a window.
-        reward_word: where the reward is.
         out: `[B, W]` the batch; `out_words` is the same as `[B, 2W]` float32.
         out_words: see `out`.
         achieved: `[n, count, G]` what the steps of windows reached, for rows with goals.
         rewards: `[n, B]` the rewards of windows.
         length: `[B]` how many steps a window has.
     """
+    table, words, episode, last, _, _ = ring
+    achieved_word, reward_word, goal_words, following_words = fields
     capacity, num_words, num_steps = table.shape[0], table.shape[1], len(rewards)
     count, row_bytes = len(noise), 8 * num_words
     goals, ahead = np.empty(count, np.int64), np.empty(len(slots), np.int64)

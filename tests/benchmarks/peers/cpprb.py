@@ -34,15 +34,19 @@ def stretches(columns: Columns) -> Iterator[Columns]:
             yield take_rows(columns, start, stop)
 
 
+def fields_of(columns: Columns) -> dict[str, dict]:
+    """Describes columns as the buffers want them to be."""
+    return {
+        name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
+        for name, column in columns.items()
+    }
+
+
 class Uniform(Buffer):
     """Uniform draws."""
 
     def __init__(self, columns: Columns, capacity: int):
-        fields = {
-            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
-            for name, column in columns.items()
-        }
-        self.buffer = self.make(capacity, fields)
+        self.buffer = self.make(capacity, fields_of(columns))
         self.buffer.add(**columns)
 
     def make(self, capacity: int, fields: dict) -> ReplayBuffer:
@@ -138,12 +142,8 @@ class NStep(Uniform):
     """Flat observations, folded when they are written."""
 
     def __init__(self, columns: Columns, capacity: int):
-        fields = {
-            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
-            for name, column in columns.items()
-        }
         fold = {"size": N_STEPS, "gamma": DISCOUNT, "rew": "reward", "next": "next_observation"}
-        self.buffer = ReplayBuffer(capacity, fields, Nstep=fold)
+        self.buffer = ReplayBuffer(capacity, fields_of(columns), Nstep=fold)
         self.write(list(stretches(columns)))
 
     def write(self, prepared: list[Columns]) -> None:
@@ -173,11 +173,8 @@ class FlatOnce(Uniform):
 
     def __init__(self, columns: Columns, capacity: int):
         columns = self.turned(columns)
-        fields = {
-            name: {"shape": column.shape[1:] or 1, "dtype": column.dtype}
-            for name, column in columns.items()
-            if name != "next_observation"
-        }
+        fields = fields_of(columns)
+        del fields["next_observation"]
         self.buffer = ReplayBuffer(capacity, fields, next_of="observation", **self.options)
         self.write(list(stretches(columns)))
 

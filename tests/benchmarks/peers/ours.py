@@ -5,18 +5,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torchrl.envs.transforms import Compose
 
 from tests.benchmarks.data import (
-    ACTION_SIZE,
+    ACTION_SPACE,
     DISCOUNT,
-    GOAL_SIZE,
+    GOAL_SPACE,
     HINDSIGHT_GOALS,
     LANES,
     N_STEPS,
-    OBSERVATION_SIZE,
+    PARTS,
     PIXEL_SHAPE,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
@@ -43,17 +42,6 @@ from trl_storages import (
 )
 
 TITLE = "trl_storages"
-PARTS = ("observation", "achieved_goal", "desired_goal")
-
-
-def box(size: int) -> spaces.Box:
-    return spaces.Box(-np.inf, np.inf, (size,), np.float32)
-
-
-GOAL_SPACE = spaces.Dict(
-    dict(zip(PARTS, map(box, (OBSERVATION_SIZE, GOAL_SIZE, GOAL_SIZE)), strict=True))
-)
-ACTION_SPACE = spaces.Box(-1, 1, (ACTION_SIZE,), np.float32)
 
 
 def goal_reward(

@@ -9,13 +9,13 @@ from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
 from tests.benchmarks.data import (
-    ACTION_SIZE,
+    ACTION_SPACE,
     DISCOUNT,
-    GOAL_SIZE,
+    GOAL_SPACE,
     HINDSIGHT_GOALS,
     LANES,
     N_STEPS,
-    OBSERVATION_SIZE,
+    PARTS,
     Columns,
     goal_reward,
     lane_steps,
@@ -25,21 +25,6 @@ from tests.benchmarks.data import (
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "Stable-Baselines3"
-PARTS = ("observation", "achieved_goal", "desired_goal")
-
-
-def box(size: int) -> spaces.Box:
-    return spaces.Box(-np.inf, np.inf, (size,), np.float32)
-
-
-GOAL_SPACE = spaces.Dict(
-    {
-        "observation": box(OBSERVATION_SIZE),
-        "achieved_goal": box(GOAL_SIZE),
-        "desired_goal": box(GOAL_SIZE),
-    }
-)
-ACTION_SPACE = spaces.Box(-1, 1, (ACTION_SIZE,), np.float32)
 
 
 class RewardOnly:

@@ -11,6 +11,7 @@ from tests.benchmarks.data import (
     DISCOUNT,
     HINDSIGHT_GOALS,
     N_STEPS,
+    PARTS,
     PRIORITY_ALPHA,
     PRIORITY_BETA,
     Columns,
@@ -20,7 +21,6 @@ from tests.benchmarks.data import (
 from tests.benchmarks.peers.base import Buffer
 
 TITLE = "tianshou"
-PARTS = ("observation", "achieved_goal", "desired_goal")
 
 
 def to_batch(rows: Columns) -> Batch:
