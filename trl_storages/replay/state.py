@@ -63,6 +63,8 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     parse = _parsed_reopened if reopened else _parsed_part
     adopts = [parse(part, its) for part, its in zip(own, parts, strict=not reopened)]
     adopts.append(_parsed_generator(storage, generator))
+    if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
+        raise ValueError("cursors must be a list of whole numbers: nothing changed.")
     if not reopened or cursors == storage.episodes.cursors.tolist():
         adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
     return joined(*adopts)

@@ -146,9 +146,10 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
         """
         priorities = self.priorities_of(storage)
+        priorities.num_draws += 1
         # Who only reads a directory has no say.
-        priorities.num_draws += storage.writes
-        if priorities.num_draws == _FORGOTTEN and not priorities.largest:
+        is_missed = priorities.num_draws == _FORGOTTEN and not priorities.largest
+        if is_missed and storage.writes:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "

@@ -186,10 +186,11 @@ class GoalRelabel(ReplayTransform):
                 f"rewards and flags must be stored with one value a row, {[*batch, 1]}, as what is "
                 f"computed for a goal is, got {[*stored.shape]}: store what the team gets as one."
             )
-        infos = {key: rows[key] for key in self._info_keys}
+        infos = {}
+        for key in self._info_keys:
+            infos[key] = rows[key].flatten(0, len(batch) - 1)
         if len(batch) > 1:  # of windows the function gets one flat batch
             goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
-            infos = {key: value.flatten(0, 1) for key, value in infos.items()}
         result = getattr(self, name)(achieved, goals, infos)
         if not isinstance(result, torch.Tensor) or result.device != achieved.device:
             try:
