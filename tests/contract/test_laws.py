@@ -295,7 +295,7 @@ def assert_priorities(storage, lanes, raw, alpha, beta=1.0, normalize="batch"):
     counts = Counter()
     scale = {"storage": min(raw.values()), "none": None}
     for _ in range(4):
-        batch = storage.sample(2500)
+        batch = storage.sample(max(2500, 25 * len(raw)))
         steps = lanes.of(batch)
         counts.update(steps)
         drawn = torch.tensor([raw[step] for step in steps], dtype=torch.float64)

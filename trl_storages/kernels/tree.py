@@ -143,51 +143,31 @@ def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
 
 
 @loop
-def _find_edges(sums: Any, starts: Any, ranges: Any) -> Any:
-    """Sums ranges, and returns the weights within them of the nodes on their edges.
-
-    A range has two edges: the path from the root to its first leaf, and that to its last. Every other
-    node is wholly inside the range or wholly outside.
+def _cover(starts: Any, ranges: Any) -> Any:
+    """Returns the largest nodes that lie wholly within some ranges, at most 14 a level and range.
 
     Args:
-        sums: the table of the tree.
-        starts: where its levels begin.
-        ranges: `[2, R]` first leaves and ends.
+        starts: where the levels of the table begin.
+        ranges: `[2, R]` disjoint ranges of leaves, firsts and ends; R = 0 is all.
 
     Returns:
-        `[2, depth, R]` the nodes on the edges, by the level of their children; `[2 depth R 8]` the
-        weights of their children within the range; and `[R]` the sums of the ranges.
+        `[2, n]` their levels, 0 of the root, and their numbers there.
     """
-    depth, R = len(starts) - 2, ranges.shape[1]
-    nodes = np.empty((2, depth, R), np.int64)
-    parts, totals, both = np.empty(nodes.size * FAN_OUT), np.empty(R), np.empty(2)
+    depth, R, n = len(starts) - 2, ranges.shape[1], 0
+    nodes = np.zeros((2, max(2 * (FAN_OUT - 1) * depth * R, 1)), np.int64)
     for r in range(R):
-        left, right = ranges[0, r], ranges[1, r] - 1
-        totals[r] = 0.0
-        if right < left:
-            continue
-        both[0], both[1] = sums[starts[depth] + left], sums[starts[depth] + right]
-        for level in range(depth, 0, -1):
-            left_weight, right_weight = both[0], both[1]
-            for side in range(2):
-                node = (right if side else left) >> 3
-                nodes[side, level - 1, r] = node
-                at = ((side * depth + level - 1) * R + r) * FAN_OUT
-                for j in range(FAN_OUT):
-                    child = node * FAN_OUT + j
-                    if child < left or child > right:
-                        part = 0.0
-                    elif child == left:
-                        part = left_weight
-                    elif child == right:
-                        part = right_weight
-                    else:
-                        part = sums[starts[level] + child]
-                    parts[at + j] = part
-                both[side] = _sum_of(parts, at)
-            left, right = left >> 3, right >> 3
-        totals[r] = both[0]
-    return nodes, parts, totals
+        left, right, level = ranges[0, r], ranges[1, r], depth
+        while left < right:
+            # Up to where eight neighbours are one node of the level above.
+            while left < right and (left % FAN_OUT or level == 1):
+                nodes[0, n], nodes[1, n] = level, left
+                left, n = left + 1, n + 1
+            while left < right and right % FAN_OUT:
+                right -= 1
+                nodes[0, n], nodes[1, n] = level, right
+                n += 1
+            left, right, level = left // FAN_OUT, right // FAN_OUT, level - 1
+    return nodes[:, : n if R else 1]
 
 
 @loop
@@ -208,50 +188,29 @@ def draw_leaves(
         leaves: the result.
         weights: the result, `[B]` float64.
     """
-    batch, R = len(noise), ranges.shape[1]
-    nodes, parts, totals = _find_edges(sums, starts, ranges)
-    depth = nodes.shape[1]
-    ends, highest = np.empty(R), 0
-    total = 0.0 if R else sums[0]
-    for r in range(R):
-        ends[r] = total + totals[r]
-        if ends[r] > total:
-            highest = r
-        total = ends[r]
-    # The range of each draw as long as it is on one of its edges, then -1.
-    which, rest = np.empty(batch, np.int64), weights
+    nodes, depth, batch = _cover(starts, ranges), len(starts) - 2, len(noise)
+    ends, total, highest = np.empty(nodes.shape[1]), 0.0, 0
+    for n in range(len(ends)):
+        ends[n] = total + sums[starts[nodes[0, n]] + nodes[1, n]]
+        if ends[n] > total:
+            highest = n
+        total = ends[n]
+    # The level of the node in which each draw is, and what is left of its mass there.
+    levels, rest = np.empty(batch, np.int64), weights
     for i in range(batch):
         rest[i] = _mass_of(noise[i], total)
-        # The last range of positive weight that begins at or below the mass.
-        r, above = 0, highest
-        while r < above:
-            middle = (r + above) >> 1
-            if ends[middle] > rest[i]:
-                above = middle
-            else:
-                r = middle + 1
-        if r > 0:
-            rest[i] -= ends[r - 1]
-        which[i] = r if R else -1
-        leaves[i] = 0
+        n = min(np.searchsorted(ends, rest[i], side="right"), highest)
+        rest[i] -= ends[n - 1] if n else 0.0
+        levels[i], leaves[i] = nodes[0, n], nodes[1, n]
     for level in range(1, depth + 1):
         for i in range(batch):
-            node, r, at = leaves[i], which[i], -1
-            if r >= 0:
-                if node == nodes[0, level - 1, r]:
-                    at = ((level - 1) * R + r) * FAN_OUT
-                elif node == nodes[1, level - 1, r]:
-                    at = ((depth + level - 1) * R + r) * FAN_OUT
-                else:
-                    which[i] = -1  # everything below is inside the range
-            if at >= 0:
-                chosen, begins = _child_at(parts, at, rest[i])
-            else:
-                chosen, begins = _child_at(sums, starts[level] + node * FAN_OUT, rest[i])
-            rest[i] -= begins
-            leaves[i] = node * FAN_OUT + chosen
-            if level < depth:
-                prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+            if levels[i] < level:
+                first = starts[level] + leaves[i] * FAN_OUT
+                chosen, begins = _child_at(sums, first, rest[i])
+                rest[i] -= begins
+                leaves[i] = leaves[i] * FAN_OUT + chosen
+                if level < depth:
+                    prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
     for i in range(batch):
         weights[i] = sums[starts[depth] + leaves[i]]
     return total
@@ -260,20 +219,7 @@ def draw_leaves(
 @loop
 def least_within(least: Any, starts: Any, ranges: Any) -> float:
     """Returns the least positive weight in the union of `ranges` `[2, R]`; R = 0 is all."""
-    if not ranges.shape[1]:
-        return least[0]
-    low = _INFINITY
-    for r in range(ranges.shape[1]):
-        left, right = ranges[0, r], ranges[1, r] - 1
-        if right < left:
-            continue
-        level = len(starts) - 2
-        low = min(low, least[starts[level] + left], least[starts[level] + right])
-        # Up to where both edges meet: at each level, the children that lie between the two edges.
-        while left < right:
-            for node in range(left + 1, min(right, (left | 7) + 1)):
-                low = min(low, least[starts[level] + node])
-            for node in range(max(left + 1, right & ~7), right):
-                low = min(low, least[starts[level] + node])
-            left, right, level = left >> 3, right >> 3, level - 1
+    nodes, low = _cover(starts, ranges), _INFINITY
+    for n in range(nodes.shape[1]):
+        low = min(low, least[starts[nodes[0, n]] + nodes[1, n]])
     return low
