@@ -19,7 +19,7 @@ from trl_storages import HERReplayStorage
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import draws
 from trl_storages.kernels import streams as kernels
-from trl_storages.streams import Arena, Block, HostRows, Layout
+from trl_storages.streams import Arena, Block, HostRows, Layout, room_for
 
 BATCHES, MOST_STEPS = (256, 4096), 1000
 
@@ -33,11 +33,9 @@ class Streams:
         leaves = source.items(include_nested=True, leaves_only=True)
         fields: dict[Any, Any] = {key: (it.dtype, it.shape[1:]) for key, it in leaves}
         self.layout = layout = Layout(fields)
-        sizes = EpisodeIndex(num_rows)
-        entries = sizes.entries_per_lane, layout.entry_words
-        shapes = sizes.table_shapes() | {"entries": (np.int64, entries)}
-        arena = Arena(shapes, lane_bytes=8 * entries[0] * entries[1])
-        self.index = EpisodeIndex(num_rows, tables=arena.arrays)
+        self.index = EpisodeIndex(num_rows)
+        arena = Arena(**room_for(layout, self.index))
+        self.index.use(arena.arrays)
         self.entries = arena.arrays["entries"]
         self.rows = HostRows(layout, self.index, arena)
         words = torch.zeros(len(source), layout.row_words, dtype=torch.int64)

@@ -160,7 +160,11 @@ def cut_off(directory, block, after, rng):
     marks = rows.marked[0]
     old = marks.copy()
     size = layout.observation_words
-    checks.mark(tables, rows.entries, size, rows.marked, which, offsets, how, at, slots)
+    counts = np.diff(offsets)
+    steps = np.concatenate(
+        [directory.index.cursors[e] + np.arange(n) for e, n in zip(which, counts, strict=True)]
+    )
+    checks.mark(tables, rows.entries, size, rows.marked, how, at, slots, steps)
     if after == 3:
         undone = rng.random(old.shape) < 0.3
         marks[undone] = old[undone]

@@ -15,7 +15,7 @@ from tensordict import unravel_key
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
-from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout
+from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout, room_for
 
 #: A smaller counterexample is looked for by the long search, as it takes minutes.
 QUICK = [Phase.explicit, Phase.generate]
@@ -96,17 +96,12 @@ class Machine(RuleBasedStateMachine):
         E, T = int(rng.integers(1, 5)), int(rng.choice([2, 3, 5, 12, 40, 150]))
         self.small = rng.random() < 0.3
         entries = E * int(rng.integers(5 * k + 2, 5 * k + 2 + (k + 1) * T)) if self.small else None
-        plain = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
-        size = (E * plain.entries_per_lane, layout.entry_words)
-        shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
-        lane_bytes = plain.entries_per_lane * layout.entry_words * 8
-        private = Arena(shapes, lane_bytes=lane_bytes)
-        shared = Arena.shared(shapes, lane_bytes=lane_bytes)
         self.forms = []
-        for arena in (private, shared, None, None):
-            index = EpisodeIndex(
-                *(E * T, E), stack=k, max_entries=entries, tables=arena and arena.arrays
-            )
+        for make_arena in (Arena, Arena.shared, None, None):
+            index = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
+            arena = make_arena and make_arena(**room_for(layout, index))
+            if arena:
+                index.use(arena.arrays)
             rows = HostRows(layout, index, arena) if arena else DeviceRows(layout, index, CPU)
             self.forms.append((index, rows))
         self.E, self.T, self.k = E, T, k
@@ -275,7 +270,7 @@ class Machine(RuleBasedStateMachine):
     @rule(keep=st.sampled_from([0, 1, 3]))
     def empty(self, keep):
         for index, _ in self.forms:
-            index.empty(keep)
+            index.let_go(keep) if keep else index.clear()
         for e, lane in enumerate(self.lanes):
             if keep:
                 self.room[e] = max(self.room[e], len(lane.rows) - keep)

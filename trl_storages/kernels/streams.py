@@ -62,9 +62,7 @@ __all__ = [
     "plan",
     "publish",
     "put",
-    "rewrite",
     "take",
-    "take_frames",
 ]
 
 # How many rows ahead memory is asked for.
@@ -271,7 +269,11 @@ def put(
     gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
     copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
-        mark(index, entries, sizes[1], marked, which, offsets, how, at, slots)
+        steps = np.empty(len(block), np.int64)
+        for m in range(len(which)):
+            for i in range(offsets[m], offsets[m + 1]):
+                steps[i] = index[LANES][which[m], CURSOR] + i - offsets[m]
+        mark(index, entries, sizes[1], marked, how, at, slots, steps)
     publish(index, which, offsets)
     return gaps
 
@@ -306,19 +308,14 @@ def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> No
 
 @loop
 def take(elements: Any, at: Any, start: int, out: Any) -> None:
-    """Copies `out` `[B, n]` from element `start` on, of entries `at`, viewed as `elements` `[E M, *]`."""
-    size = elements.shape[1] * elements.itemsize
+    """Copies elements from `start` on of the k entries that each of `at` ends with, `out` `[B, k, n]`.
+
+    Entries are viewed as `elements` `[E M, *]`.
+    """
+    size, k = elements.shape[1] * elements.itemsize, out.shape[1]
     for i in range(len(at)):
         if i + _AHEAD < len(at):
             prefetch(elements, at[i + _AHEAD] * size + start * elements.itemsize)
-        for j in range(out.shape[1]):
-            out[i, j] = elements[at[i], start + j]
-
-
-@loop
-def take_frames(elements: Any, at: Any, start: int, k: int, out: Any) -> None:
-    """Copies stacks `out` `[B, k, n]` of the frames that entries `at` end with."""
-    for i in range(len(at)):
         for j in range(k):
             for w in range(out.shape[2]):
                 out[i, j, w] = elements[at[i] - (k - 1) + j, start + w]
@@ -345,11 +342,3 @@ def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, firsts: Any,
             for first in firsts:
                 for w in range(size):
                     rows[i, first + w] = elements[at[i], start + w]
-
-
-@loop
-def rewrite(elements: Any, at: Any, start: int, values: Any) -> None:
-    """Overwrites elements of the steps of entries `at` by `values` `[B, n]`."""
-    for i in range(len(at)):
-        for j in range(values.shape[1]):
-            elements[at[i], start + j] = values[i, j]

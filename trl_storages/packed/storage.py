@@ -112,7 +112,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.episodes: EpisodeIndex = place.index
         self.rows: Any = place.rows
         self.layout: Any = place.layout
-        self._raw = place.priorities
+        #: Raw priorities `[E T]` float32; 0, or what can't be one, says that none was set.
+        self.priorities: np.ndarray = place.priorities
         self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
 
     def _found(self) -> Description | None:
@@ -228,8 +229,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
         else:
             slots, gaps = self._append_parts(block, cuts_gaps)
-        if self._raw is not None:
-            self._raw[slots[slots >= 0].numpy()] = 0
+        if index.num_updates[0]:
+            written = slots.numpy()
+            self.priorities[written[written >= 0]] = 0
         if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
@@ -322,8 +324,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 raise ValueError(
                     f"rows must be those of this storage, got {got:.200}: nothing changed."
                 )
-            sizes = self.max_size, self._num_envs
-            dumps.check(saved, EpisodeIndex(*sizes, stack=layout.frames))
 
         def adopt() -> None:
             if layout is not None and self.layout is None:
@@ -361,19 +361,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Adopts what `state_dict` returned, once all of it is checked."""
         self.parsed(state_dict)()
 
-    @property
-    def priorities(self) -> np.ndarray:
-        """Raw priorities `[E T]` float32 of the rows; 0, or what can't be one, says that none was set."""
-        if self._raw is None:
-            self._raw = self._place.priorities = np.zeros(self.episodes.capacity, np.float32)
-        return self._raw
-
     def empty(self, keep_steps: int = 0) -> None:
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
         self.check_writable()
         self._place.empty(keep_steps)
-        if self._raw is not None:
-            self._raw[self.episodes.live_slots().numpy()] = 0
+        self.priorities[self.episodes.live_slots().numpy()] = 0
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all."""
@@ -438,7 +430,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
-        own = ("episodes", "rows", "layout", "_raw")
+        own = ("episodes", "rows", "layout", "priorities")
         return {name: it for name, it in Storage.__getstate__(self).items() if name not in own}
 
     def __setstate__(self, state: State) -> None:

@@ -232,24 +232,9 @@ class DeviceRows:
         before = (at[:, None] + self._older).view(-1)
         return frames.index_select(0, before).view(len(at), len(self._older) * frames.shape[1])
 
-    def paste(
-        self,
-        rows: torch.Tensor,
-        key: NestedKey,
-        at: torch.Tensor,
-        mask: torch.Tensor,
-        targets: tuple[NestedKey, ...],
-    ) -> bool:
-        """Copies a field of the rows at entries `at` `[B]` into others of gathered rows `[B, *]`.
-
-        Returns:
-            False if their dtypes or shapes differ: then nothing was done.
-        """
-        if self._layout.alike(key, targets) is None:
-            return False
-        mask = sent(mask, self.device)
-        self._layout.fill_where(mask, targets, rows, self.take(key, at))
-        return True
+    def paste(self, *_: Any) -> bool:
+        """Returns False: fields of other rows go beside gathered rows; see `HostRows.paste`."""
+        return False
 
     def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `at` `[B]`."""
