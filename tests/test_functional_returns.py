@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_storages.functional import relabelled_dtype, return_dtype, returns_to_go
-from trl_storages.kernels.folds import fold
+from trl_storages.kernels.draws import fold
 from trl_storages.transforms.n_step import discounts, window_length
 
 pytestmark = pytest.mark.requirement("n-step")

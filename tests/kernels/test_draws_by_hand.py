@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import folds, streams, tree
+from trl_storages.kernels import draws, streams, tree
 from trl_storages.streams import Arena, Block, HostRows, Layout
 
 RNG = np.random.default_rng(0)
@@ -94,5 +94,5 @@ def test_tree():
 def test_folds():
     rewards = np.array([[[1.0], [2.0]], [[4.0], [np.inf]]])
     out = np.empty((2, 1))
-    folds.fold(rewards, np.array([2, 1]), np.array([1.0, 0.5]), out)
+    draws.fold(rewards, np.array([2, 1]), np.array([1.0, 0.5]), out)
     assert out.tolist() == [[3.0], [2.0]]

@@ -173,10 +173,8 @@ class Machine(RuleBasedStateMachine):
         block, behind = self.make_block(counts)
         results = []
         for number, (index, rows) in enumerate(self.forms):
-            got, begins, sizes = 0, block.offsets[:-1], np.diff(block.offsets)
-            for first in range(0, int(sizes.max()), most):
-                firsts, ends = (begins + np.minimum(sizes, it) for it in (first, first + most))
-                part = self.copy_of(block, number == 3).part(firsts, ends)
+            got = 0
+            for part in self.copy_of(block, number == 3).parts(most):
                 slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
                 got += gaps
                 assert len(slots) == len(part.words)

@@ -53,9 +53,7 @@ class Directory:
         lock: WriterLock | None,
         described: Description,
         file: int,
-        size: int | None = None,
     ) -> None:
-        """Maps the file of a description; one of another `size` is refused, None makes it."""
         self.path, self.mode, self._lock, self._described = path, mode, lock, described
         self.is_open = True
         self.state: Mapping[str, Any] = described.state
@@ -66,8 +64,6 @@ class Directory:
             max_entries=described.max_entries,
         )
         room, writes = room_for(layout, index, is_in_file=True), mode == "r+"
-        if size not in (None, needed := Arena.size_of(**room)):
-            raise ValueError(f"it must have {needed:,} bytes, got {size:,}")
         self._arena = arena = Arena(
             **room, file=file, writable=writes, lazy=_LAZY if writes else None
         )
@@ -82,8 +78,8 @@ class Directory:
         layout: Layout,
         max_size: int,
         num_envs: int = 1,
-        *,
         max_entries: int | None = None,
+        *,
         fresh: bool = False,
         fill: Fill | None = None,
         state: Mapping[str, Any] | None = None,
@@ -218,8 +214,10 @@ class Directory:
         except OSError as error:
             raise damaged(rows, f"it must be a file: {error.strerror}") from error
         try:
+            if not size:
+                raise ValueError("it is empty")
             inode = os.fstat(file).st_ino
-            opened = cls(path, mode, lock, described, file, size)
+            opened = cls(path, mode, lock, described, file)
         except (ValueError, OverflowError, MemoryError) as error:
             raise damaged(rows, str(error)) from error
         finally:
@@ -310,12 +308,10 @@ class Directory:
 
     def check_writer(self) -> None:
         """Raises a RuntimeError if this process may not write."""
-        if self.is_writer:
-            return
-        why = "it was forked from the process that writes" if self.is_open else "it was closed"
-        if self.mode == "r":
-            why = "it was opened with mode='r', not 'r+'"
-        raise RuntimeError(f"{self.path} is open for reading only, as {why}.")
+        if not self.is_writer:
+            raise RuntimeError(
+                f"{self.path} is open for reading only: mode='r', closed, or in a forked process."
+            )
 
     def flush(self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False) -> None:
         """Waits until all rows are on the disk: they outlive a power cut.
@@ -366,9 +362,6 @@ class Directory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, {len(self.index):,} rows)"
 
 
 def _boot() -> str:

@@ -1,4 +1,4 @@
-"""Draws of rows, goals, windows and sequences: arithmetic of slots.
+"""Draws of rows, goals, windows and sequences: arithmetic of slots; and sums over windows.
 
 An `index` is the tuple of `kernels.words`; whatever lies beyond the cursors counts for nothing.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
@@ -26,6 +26,7 @@ __all__ = [
     "bounds",
     "draw",
     "first_not_live",
+    "fold",
     "goals",
     "moved",
     "sequences",
@@ -238,6 +239,20 @@ def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
             out[j, i] = moved(slots[i], min(j, found[i, END]), E, T)
     for i in range(len(slots)):
         lengths[i] = min(len(out), found[i, END] + 1)
+
+
+@loop
+def fold(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
+    """Sums the first `lengths` `[B]` of `rewards` `[n, B, m]` by `weights` `[n]`, in float64.
+
+    out_bj = Σ weights[i] · rewards[i, b, j]   over i < lengths[b]
+    """
+    for b in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            total = 0.0
+            for i in range(lengths[b]):
+                total += weights[i] * rewards[i, b, j]
+            out[b, j] = total
 
 
 @loop

@@ -135,11 +135,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _check_fits(self, found: Description) -> None:
         """Raises a ValueError unless a directory is that of a storage like this one."""
-        own = {"num_envs": self._num_envs, "max_entries": self._max_entries}
-        theirs = {"num_envs": found.num_envs, "max_entries": found.max_entries}
-        own["max_size"], theirs["max_size"] = self.max_size, found.max_size
+        own = self.max_size, self._num_envs, self._max_entries
+        theirs = found.max_size, found.num_envs, found.max_entries
         if own != theirs:
-            raise ValueError(f"{self.path} holds a storage of {theirs}, got {own}.")
+            what = "max_size, num_envs and max_entries"
+            raise ValueError(f"{self.path} holds a storage with {what} {theirs}, got {own}.")
         if self.fields:
             described = found.layout.described
             known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
@@ -167,12 +167,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 "another storage."
             )
         self.check_writable()
-        place = Memory(None, self._given_size, num_envs, self._max_entries, self.device)
-        self._num_envs, self.max_size = num_envs, place.index.capacity
-        if self.layout is None:
-            self._take(place)
-        else:
-            self.lay_out(self.layout)
+        layout, before = self.layout, self._place
+        self._take(Memory(None, self._given_size, num_envs, self._max_entries, self.device))
+        before.close()
+        if layout is not None:
+            self._is_fresh = True
+            self.lay_out(layout)
 
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
         """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
@@ -184,19 +184,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
+        sizes = layout, self.max_size, self._num_envs, self._max_entries
         if self.path is None:
-            sizes = self.max_size, self._num_envs, self._max_entries
-            self._take(Memory(layout, *sizes, self.device))
-            return
-        is_there = self.layout is not None  # without rows
-        self._place.close()
-        self._take(
-            Directory.create(
-                *(self.path, layout, self.max_size, self._num_envs),
-                max_entries=self._max_entries,
-                fresh=self._is_fresh or is_there,
-            )
-        )
+            self._take(Memory(*sizes, self.device))
+        else:
+            self._take(Directory.create(self.path, *sizes, fresh=self._is_fresh))
 
     def share(self) -> None:
         """Moves the rows to memory that other processes share.
@@ -224,28 +216,21 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         self.check_writable()
         index = self.episodes
-        tails = None if index.is_roomy or self._is_warned else index.tails.copy()
-        if len(block.words) <= index.most_steps or block.longest <= index.most_steps:
-            slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
-        else:
-            slots, gaps = self._append_parts(block, cuts_gaps)
+        tails, cursors = index.tails.copy(), index.cursors.copy()
+        parts, gaps = block.parts(index.most_steps), 0
+        for part in parts:
+            slots, more = self.rows.append(part, cuts_gaps=cuts_gaps)
+            gaps += more
+        if len(parts) > 1:
+            slots = self._slots_of(block, cursors[block.which])
         if index.num_updates[0]:
             written = slots.numpy()
             self.priorities[written[written >= 0]] = 0
-        if tails is not None:
+        if not (index.is_roomy or self._is_warned):
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
                 self._warn_of_little_room()
         return slots, gaps
-
-    def _append_parts(self, block: Block, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
-        index, most, counts = self.episodes, self.episodes.most_steps, np.diff(block.offsets)
-        steps, gaps = index.cursors[block.which].copy(), 0
-        for done in range(0, block.longest, most):
-            firsts = block.offsets[:-1] + np.minimum(counts, done)
-            ends = block.offsets[:-1] + np.minimum(counts, done + most)
-            gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
-        return self._slots_of(block, steps), gaps
 
     def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
         """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
@@ -319,11 +304,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
             if own != layout:
-                others = [field for field in layout.fields if field not in own.fields]
-                got = ", ".join(f"{field.key!r}: {field}" for field in others) or "fewer fields"
-                raise ValueError(
-                    f"rows must be those of this storage, got {got:.200}: nothing changed."
-                )
+                raise ValueError(f"rows must be {own}, got {layout}: nothing changed.")
 
         def adopt() -> None:
             if layout is not None and self.layout is None:

@@ -392,18 +392,20 @@ class Block(NamedTuple):
     done: Any
     cut: Any
 
-    @property
-    def longest(self) -> int:
-        """The largest number of rows of a lane."""
-        return int(np.diff(self.offsets).max(initial=0))
+    def parts(self, most: int) -> list[Block]:
+        """Returns the block in parts of at most `most` rows a lane."""
+        counts = np.diff(self.offsets)
+        if len(self.words) <= most or (longest := int(counts.max())) <= most:
+            return [self]
+        firsts = [self.offsets[:-1] + np.minimum(counts, done) for done in range(0, longest, most)]
+        ends = [*firsts[1:], self.offsets[1:]]
+        return [self._part(*pair) for pair in zip(firsts, ends, strict=True)]
 
-    def part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
+    def _part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
         """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
-        counts = ends - firsts
-        offsets = np.concatenate([[0], counts.cumsum()])
-        if len(self.which) == 1:
-            rows: Any = slice(int(firsts[0]), int(ends[0]))
-        else:
+        offsets = np.append(0, (ends - firsts).cumsum())
+        rows: Any = slice(int(firsts[0]), int(ends[0]))
+        if len(firsts) > 1:
             rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
             if isinstance(self.words, torch.Tensor):
                 rows = torch.from_numpy(rows).to(self.words.device)
