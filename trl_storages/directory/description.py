@@ -42,12 +42,12 @@ class Description:
     Args:
         layout: of the rows.
         max_size, num_envs, max_entries: see `EpisodeIndex`.
+        tails: `[E]` steps before these are gone for good.
+        cursors: `[E]` steps before these are durable.
         rows: the name of the file of rows.
         boot: which boot of which machine wrote last.
         inode: of the file of rows, by which a copy is told.
         is_clean: whether all that was written was flushed.
-        tails: `[E]` steps before these are gone for good.
-        cursors: `[E]` steps before these are durable.
         state: of other parts; one too large to be read again is left out.
 
     Raises:
@@ -58,12 +58,12 @@ class Description:
     max_size: int
     num_envs: int
     max_entries: int | None
-    rows: str
-    boot: str
-    inode: int
-    is_clean: bool
     tails: list[int]
     cursors: list[int]
+    rows: str = "rows.1"
+    boot: str = ""
+    inode: int = 0
+    is_clean: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,6 @@ from trl_storages.streams import Arena, HostRows, Layout, room_for
 
 __all__ = ["Directory"]
 
-_LAZY = ("entries", "marks")
 #: Writes rows into an index, entries and priorities.
 Fill = Callable[[EpisodeIndex, HostRows, np.ndarray], None]
 
@@ -47,15 +46,10 @@ class Directory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        mode: str,
-        lock: WriterLock | None,
-        described: Description,
-        file: int,
+        self, path: Path, lock: WriterLock | None, described: Description, file: int
     ) -> None:
-        self.path, self.mode, self._lock, self._described = path, mode, lock, described
-        self.is_open = True
+        self.path, self._lock, self._described = path, lock, described
+        self.mode, self.is_open = "r" if lock is None else "r+", True
         self.state: Mapping[str, Any] = described.state
         self.layout = layout = described.layout
         self.index = index = EpisodeIndex(
@@ -63,10 +57,9 @@ class Directory:
             stack=layout.frames,
             max_entries=described.max_entries,
         )
-        room, writes = room_for(layout, index, is_in_file=True), mode == "r+"
-        self._arena = arena = Arena(
-            **room, file=file, writable=writes, lazy=_LAZY if writes else None
-        )
+        room = room_for(layout, index, is_in_file=True)
+        writes, lazy = lock is not None, None if lock is None else ("entries", "marks")
+        self._arena = arena = Arena(**room, file=file, writable=writes, lazy=lazy)
         index.use(arena.arrays)
         self.rows = HostRows(layout, index, arena)
         self.priorities = arena.arrays["priorities"]
@@ -109,17 +102,11 @@ class Directory:
         lock = WriterLock(path)
         try:
             _check_free(path, fresh)
+            none = [0] * num_envs
             described = Description(
-                layout=layout,
-                max_size=max_size,
-                num_envs=num_envs,
-                max_entries=max_entries,
-                rows="rows.1",
-                boot="",
-                inode=0,
-                is_clean=False,
-                tails=[0] * num_envs,
-                cursors=[0] * num_envs,
+                *(layout, max_size, num_envs, max_entries),
+                tails=none,
+                cursors=none,
                 state=state or {},
             )
             made = cls._made(path, lock, described, fill)
@@ -140,7 +127,7 @@ class Directory:
         try:
             inode = os.fstat(file).st_ino
             described = replace(described, rows=rows.name, boot=_boot(), inode=inode)
-            made = cls(path, "r+", lock, described, file)
+            made = cls(path, lock, described, file)
             if fill is not None:
                 fill(made.index, made.rows, made.priorities)
                 made.rows.mark_all()
@@ -192,7 +179,7 @@ class Directory:
             while True:
                 described = Description.read(path)
                 try:
-                    return cls._opened(path, mode, lock, described)
+                    return cls._opened(path, lock, described)
                 except ValueError:
                     # Else somebody wrote meanwhile, or made it anew.
                     if Description.read(path) == described:
@@ -203,12 +190,10 @@ class Directory:
             raise
 
     @classmethod
-    def _opened(
-        cls, path: Path, mode: str, lock: WriterLock | None, described: Description
-    ) -> Directory:
-        rows, writes = path / described.rows, mode == "r+"
+    def _opened(cls, path: Path, lock: WriterLock | None, described: Description) -> Directory:
+        rows = path / described.rows
         try:
-            file, size = open_regular(rows, os.O_RDWR if writes else os.O_RDONLY)
+            file, size = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
         except PermissionError:
             raise
         except OSError as error:
@@ -217,7 +202,7 @@ class Directory:
             if not size:
                 raise ValueError("it is empty")
             inode = os.fstat(file).st_ino
-            opened = cls(path, mode, lock, described, file)
+            opened = cls(path, lock, described, file)
         except (ValueError, OverflowError, MemoryError) as error:
             raise damaged(rows, str(error)) from error
         finally:
@@ -227,14 +212,11 @@ class Directory:
             opened._check_closed()
         elif is_same:
             opened.validate()
-            if writes and forget_beyond(opened.index, opened._arena):
+            if lock and forget_beyond(opened.index, opened._arena):
                 opened._arena.flush()
         else:
-            recover(
-                *(opened.index, opened.layout, opened._arena),
-                *(described.tails, described.cursors),
-            )
-        if writes:
+            recover(opened.index, opened._arena, described)
+        if lock:
             opened._described = replace(described, boot=_boot(), inode=inode)
             opened.flush()
             opened._remove_others()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from trl_storages.directory.description import Description
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
 from trl_storages.kernels.words import CUT, DONE, GOES_ON
-from trl_storages.streams import Arena, Layout
+from trl_storages.streams import Arena
 
 __all__ = ["forget_beyond", "recover"]
 
@@ -30,9 +31,7 @@ def forget_beyond(index: EpisodeIndex, arena: Arena) -> bool:
     return bool(left.any())
 
 
-def recover(
-    index: EpisodeIndex, layout: Layout, arena: Arena, tails: list[int], cursors: list[int]
-) -> None:
+def recover(index: EpisodeIndex, arena: Arena, described: Description) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
     Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
@@ -40,16 +39,15 @@ def recover(
 
     Args:
         index: any contents.
-        layout: of the rows.
         arena: holds index, entries and marks.
-        tails: `[E]` steps before these don't count.
-        cursors: `[E]` steps before these were flushed.
+        described: says which steps don't count any more, and which were flushed.
     """
-    marks, k, M = arena.copy_of("marks"), layout.frames, index.entries_per_lane
+    marks, layout = arena.copy_of("marks"), described.layout
+    k, M = layout.frames, index.entries_per_lane
     steps, begins, done = checks.steps_of(marks[:, checks.NUMBER])
     place = np.tile(np.arange(M), index.num_envs)
     fits = (steps >= 0) & (steps < _MOST) & (place >= k - 1) & (place + 1 < M)
-    at = np.flatnonzero(fits & (steps >= np.repeat(tails, M)))
+    at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
     whole = np.empty(len(at), bool)
     checks.are_whole(
         *(arena.arrays["entries"], layout.observation_words, k),
@@ -58,7 +56,7 @@ def recover(
     at = at[whole]
     index.clear()
     kept = np.zeros(len(marks), bool)
-    for lane, flushed in enumerate(cursors):
+    for lane, flushed in enumerate(described.cursors):
         its = at[at // M == lane]
         its = its[_chosen(steps[its], flushed, index.steps_per_lane)]
         if not len(its):

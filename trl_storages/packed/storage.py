@@ -92,7 +92,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
         self.is_replayed = False
         self._given_size = self.max_size
-        self._num_envs, self._max_entries = num_envs, max_entries
+        self._max_entries = max_entries
         #: As given.
         self.fields = dict(fields or {})
         # Whether it was said that there are not entries enough for any rows.
@@ -114,7 +114,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.layout: Any = place.layout
         #: Raw priorities `[E T]` float32; 0, or what can't be one, says that none was set.
         self.priorities: np.ndarray = place.priorities
-        self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
+        self.max_size = self.episodes.capacity
 
     def _found(self) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
@@ -135,7 +135,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _check_fits(self, found: Description) -> None:
         """Raises a ValueError unless a directory is that of a storage like this one."""
-        own = self.max_size, self._num_envs, self._max_entries
+        own = self.max_size, self.episodes.num_envs, self._max_entries
         theirs = found.max_size, found.num_envs, found.max_entries
         if own != theirs:
             what = "max_size, num_envs and max_entries"
@@ -159,11 +159,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             ValueError: it holds rows of another number, or a lane has no room for two steps.
         """
-        if num_envs == self._num_envs:
+        if num_envs == self.episodes.num_envs:
             return
         if len(self):
             raise ValueError(
-                f"the storage holds rows of num_envs={self._num_envs}, got num_envs={num_envs}: make "
+                f"the storage holds rows of num_envs={self.episodes.num_envs}, got num_envs={num_envs}: make "
                 "another storage."
             )
         self.check_writable()
@@ -184,7 +184,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
-        sizes = layout, self.max_size, self._num_envs, self._max_entries
+        sizes = layout, self.max_size, self.episodes.num_envs, self._max_entries
         if self.path is None:
             self._take(Memory(*sizes, self.device))
         else:
@@ -299,7 +299,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             ValueError, KeyError: the rows are damaged, or of a storage of another size or layout.
         """
         self.check_writable()
-        saved = dumps.parsed(state, self.max_size, self._num_envs)
+        saved = dumps.parsed(state, self.max_size, self.episodes.num_envs)
         layout = saved.layout
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
@@ -326,8 +326,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         if self.layout is None:
             raise RuntimeError("rows must be written, or their fields be named, before a dump.")
-        saved = dumps.parsed(self.state(), self.max_size, self._num_envs)
-        sizes = path, self.layout, self.max_size, self._num_envs
+        saved = dumps.parsed(self.state(), self.max_size, self.episodes.num_envs)
+        sizes = path, self.layout, self.max_size, self.episodes.num_envs
         Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest).close()
 
     def loads(self, path: Any) -> None:
