@@ -212,10 +212,10 @@ class Directory:
             opened._check_closed()
         elif is_same:
             opened.validate()
-            if lock and forget_beyond(opened.index, opened._arena):
-                opened._arena.flush()
+            if lock:
+                forget_beyond(opened.index, opened.rows.marked[0])
         else:
-            recover(opened.index, opened._arena, described)
+            recover(opened.index, opened.rows.entries, opened.rows.marked[0], described)
         if lock:
             opened._described = replace(described, boot=_boot(), inode=inode)
             opened.flush()

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import stat
-import sys
 import weakref
 from pathlib import Path
 
@@ -18,13 +17,8 @@ except ImportError:
 
 __all__ = ["NO_LINKS", "WriterLock", "open_regular", "read_text", "sync_directory", "write_text"]
 
-#: Flags of `os.open`: do not follow links, do not block.
-NO_LINKS = (
-    getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block until it has a writer
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+#: Flags of `os.open`: do not follow links, and do not wait until a pipe has a writer.
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
@@ -76,9 +70,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes renames and new files in a directory durable, on platforms where that takes a call."""
-    if sys.platform == "win32":
-        return
+    """Makes renames and new files in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

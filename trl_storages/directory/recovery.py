@@ -11,27 +11,24 @@ from trl_storages.directory.description import Description
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
 from trl_storages.kernels.words import CUT, DONE, GOES_ON
-from trl_storages.streams import Arena
 
 __all__ = ["forget_beyond", "recover"]
 
 _MOST = 2**48
 
 
-def forget_beyond(index: EpisodeIndex, arena: Arena) -> bool:
-    """Removes marks of steps that a killed writer did not publish; returns whether there were any.
+def forget_beyond(index: EpisodeIndex, marks: np.ndarray) -> None:
+    """Removes marks of steps that a killed writer did not publish.
 
     Their numbers are given to other steps from now on.
     """
-    # A mapping would take room where nothing was written, if only to read it.
-    numbers = arena.copy_of("marks")[:, checks.NUMBER]
-    steps, _, _ = checks.steps_of(numbers)
-    left = steps >= index.cursors.repeat(index.entries_per_lane)
-    arena.arrays["marks"][left, checks.NUMBER] = 0
-    return bool(left.any())
+    steps, _, _ = checks.steps_of(marks[:, checks.NUMBER])
+    marks[steps >= index.cursors.repeat(index.entries_per_lane), checks.NUMBER] = 0
 
 
-def recover(index: EpisodeIndex, arena: Arena, described: Description) -> None:
+def recover(
+    index: EpisodeIndex, entries: np.ndarray, marks: np.ndarray, described: Description
+) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
     Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
@@ -39,18 +36,18 @@ def recover(index: EpisodeIndex, arena: Arena, described: Description) -> None:
 
     Args:
         index: any contents.
-        arena: holds index, entries and marks.
+        entries: `[E M, W]`.
+        marks: `[E M, 3]`, see `kernels.checks`.
         described: says which steps don't count any more, and which were flushed.
     """
-    marks, layout = arena.copy_of("marks"), described.layout
-    k, M = layout.frames, index.entries_per_lane
+    layout, k, M = described.layout, index.stack, index.entries_per_lane
     steps, begins, done = checks.steps_of(marks[:, checks.NUMBER])
     place = np.tile(np.arange(M), index.num_envs)
     fits = (steps >= 0) & (steps < _MOST) & (place >= k - 1) & (place + 1 < M)
     at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
     whole = np.empty(len(at), bool)
     checks.are_whole(
-        *(arena.arrays["entries"], layout.observation_words, k),
+        *(entries, layout.observation_words, k),
         *((marks, checks.factors(layout.entry_words, k)), at, whole),
     )
     at = at[whole]
@@ -72,7 +69,7 @@ def recover(index: EpisodeIndex, arena: Arena, described: Description) -> None:
             tail=first,
         )
     # Where a file has no room every mark is zero: nothing is written there.
-    arena.arrays["marks"][(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
+    marks[(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
 
 
 def _chosen(steps: np.ndarray, flushed: int, most: int) -> np.ndarray:

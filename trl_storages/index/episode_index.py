@@ -280,8 +280,11 @@ class EpisodeIndex:
 
     def check_live(self, slots: torch.Tensor) -> None:
         """Raises an IndexError if a slot holds no live row."""
-        at = draws.first_not_live(self.tables, slots.numpy())
-        if at >= 0:
+        fits = (slots >= 0) & (slots < self.capacity)
+        if fits.all():
+            fits = ~self.stale(slots, self.steps_of(slots))
+        if not fits.all():
+            at = int(fits.int().argmin())
             raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
 
     def bounds(self, slots: torch.Tensor) -> torch.Tensor:

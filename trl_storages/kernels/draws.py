@@ -25,7 +25,6 @@ __all__ = [
     "below",
     "bounds",
     "draw",
-    "first_not_live",
     "fold",
     "goals",
     "moved",
@@ -304,21 +303,3 @@ def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
             out[i] = e * T + place
             place = place + 1 if place + 1 < T else 0
             i += 1
-
-
-@loop
-def first_not_live(index: Any, slots: Any) -> int:
-    """Returns the place of the first of `[B]` slots that holds no live row; -1 if there is none."""
-    lanes, T = index[LANES], index[STEPS]
-    E = len(lanes)
-    oldest = np.empty(E, np.int64)
-    for e in range(E):
-        oldest[e] = lanes[e, TAIL] % T
-    for i in range(len(slots)):
-        if not 0 <= slots[i] < E * T:
-            return i
-        e = slots[i] // T if E > 1 else 0
-        ahead = slots[i] - e * T - oldest[e]
-        if (ahead if ahead >= 0 else ahead + T) >= lanes[e, CURSOR] - lanes[e, TAIL]:
-            return i
-    return -1

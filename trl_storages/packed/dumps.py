@@ -23,7 +23,7 @@ from trl_storages.kernels.words import FIRST
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
-__all__ = ["Packed", "PackedLane", "fill", "packed", "parsed", "read"]
+__all__ = ["PackedLane", "fill", "packed", "parsed", "read"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
 
@@ -73,13 +73,6 @@ class PackedLane(NamedTuple):
             priorities=self.priorities[count:],
             entries=entries,
         )
-
-
-class Packed(NamedTuple):
-    """The rows of a storage; without a layout it has none."""
-
-    layout: Layout | None
-    lanes: Sequence[PackedLane]
 
 
 def packed(place: Any) -> State:
@@ -149,8 +142,10 @@ def _lanes(place: Any) -> list[State]:
     return lanes
 
 
-def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
-    """Returns the rows that were saved, all of which are checked.
+def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Sequence[PackedLane]]:
+    """Returns the layout and the lanes that were saved, all of which are checked.
+
+    Without a layout there are no rows.
 
     Raises:
         TypeError, ValueError: the state is damaged, or of a storage of another size.
@@ -160,7 +155,7 @@ def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
         if arguments.integer(name, got) != own:
             raise ValueError(f"rows must be those of {name}={own}, got {got}: nothing changed.")
     if words is None:
-        return Packed(None, [])
+        return None, []
     try:
         layout = layout_of(arguments.mapping("layout", words, "a description"))
     except UNREADABLE as error:
@@ -168,13 +163,13 @@ def parsed(state: Any, max_size: int, num_envs: int) -> Packed:
     if not isinstance(lanes, list) or len(lanes) != num_envs:
         raise ValueError(f"rows must be a list of {num_envs} lanes: nothing changed.")
     index = EpisodeIndex(max_size, num_envs, stack=layout.frames)
-    found = Packed(layout, [_parsed_lane(it, layout, index.steps_per_lane) for it in lanes])
+    found = [_parsed_lane(it, layout, index.steps_per_lane) for it in lanes]
     fill(found, index)
     try:
         index.validate()
     except RuntimeError as error:
         raise ValueError(f"saved rows must be whole: {error}") from None
-    return found
+    return layout, found
 
 
 def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
@@ -206,7 +201,10 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
 
 
 def fill(
-    saved: Packed, index: EpisodeIndex, rows: Any = None, priorities: np.ndarray | None = None
+    lanes: Sequence[PackedLane],
+    index: EpisodeIndex,
+    rows: Any = None,
+    priorities: np.ndarray | None = None,
 ) -> None:
     """Makes saved rows the only ones of an index, of rows, and of a column of priorities.
 
@@ -216,7 +214,7 @@ def fill(
     index.clear()
     index.num_updates[:] += 1
     try:
-        for number, lane in enumerate(saved.lanes):
+        for number, lane in enumerate(lanes):
             if lane.cursor:
                 _fill_lane(number, lane, index, rows, priorities)
     except BaseException:

@@ -131,5 +131,5 @@ class Memory:
 
 def _copied(made_of: tuple[Any, ...], saved: bytes) -> Memory:
     made = Memory(*made_of)
-    rows = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
-    return made.replaced(partial(dumps.fill, rows))
+    _, lanes = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
+    return made.replaced(partial(dumps.fill, lanes))

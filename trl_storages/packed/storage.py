@@ -163,8 +163,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             return
         if len(self):
             raise ValueError(
-                f"the storage holds rows of num_envs={self.episodes.num_envs}, got num_envs={num_envs}: make "
-                "another storage."
+                f"the storage holds rows of num_envs={self.episodes.num_envs}, got {num_envs}: make "
+                "another."
             )
         self.check_writable()
         layout, before = self.layout, self._place
@@ -299,8 +299,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             ValueError, KeyError: the rows are damaged, or of a storage of another size or layout.
         """
         self.check_writable()
-        saved = dumps.parsed(state, self.max_size, self.episodes.num_envs)
-        layout = saved.layout
+        layout, lanes = dumps.parsed(state, self.max_size, self.episodes.num_envs)
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
             if own != layout:
@@ -309,7 +308,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
-            self._take(self._place.replaced(partial(dumps.fill, saved), rest))
+            self._take(self._place.replaced(partial(dumps.fill, lanes), rest))
 
         return adopt
 
@@ -326,9 +325,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         if self.layout is None:
             raise RuntimeError("rows must be written, or their fields be named, before a dump.")
-        saved = dumps.parsed(self.state(), self.max_size, self.episodes.num_envs)
+        _, lanes = dumps.parsed(self.state(), self.max_size, self.episodes.num_envs)
         sizes = path, self.layout, self.max_size, self.episodes.num_envs
-        Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest).close()
+        Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, lanes), state=rest).close()
 
     def loads(self, path: Any) -> None:
         """Adopts the rows that `dumps` saved, once all of them are checked."""

@@ -151,15 +151,6 @@ class Arena:
         with suppress(OSError):
             self._map.madvise(_POPULATE, page, end - page)
 
-    def copy_of(self, name: str) -> np.ndarray:
-        """Returns a copy of an array in a file, which takes no room where the array has none."""
-        array = self.arrays[name]
-        found = np.zeros(array.shape, array.dtype)
-        view, at = found.data.cast("B"), self._starts[name]
-        while view and (read := os.preadv(self._file, [view], at)):
-            view, at = view[read:], at + read
-        return found
-
     def flush(self) -> None:
         """Waits until what was written is on the disk."""
         self._map.flush()

@@ -212,6 +212,13 @@ class Layout:
         skipped = 0 if field.stack else self._skipped * _WORD
         return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
 
+    def places(self) -> np.ndarray:
+        """Returns which word of the entries each word of a row is, from the first of its entry on."""
+        W, older = self.entry_words, np.arange(1 - self.frames, 0)[:, None] * self.entry_words
+        frames = (older + np.arange(self.frame_words)).reshape(-1)
+        after = np.append(frames, np.arange(self.observation_words)) + W
+        return np.concatenate([frames, np.arange(W), after])
+
     def row_bytes(self, key: NestedKey, others: Sequence[NestedKey]) -> list[int]:
         """Returns where fields begin in a row; [] unless they are alike `key`'s, and no stacks."""
         one, found = self.field(key), [self._by_key.get(it) for it in others]
