@@ -28,10 +28,11 @@ _AHEAD = 1 << 20
 
 
 class _Elements(NamedTuple):
-    """A field, the entries as words of its size, its first word and its number of words."""
+    """A field, the entries as words of its size, how many entries ahead, where, and how many."""
 
     field: Field
     words: np.ndarray
+    ahead: int
     start: int
     size: int
 
@@ -185,21 +186,19 @@ class HostRows:
             field = self._layout.field(key)
             size = field.dtype.itemsize
             each = 2 if size == 16 else 1
-            words, start = self._views[_WORDS[size]], field.start * each
-            found = self._found[key] = _Elements(field, words, start, field.size * each)
+            places = int(field.is_next), field.start * each, field.size * each
+            found = self._found[key] = _Elements(field, self._views[_WORDS[size]], *places)
         return found
 
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
-        field, words, start, size = self._elements(key)
+        field, words, ahead, start, size = self._elements(key)
         flat = at.numpy().reshape(-1)
         if not len(flat):  # has no strides to be viewed by
             return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
-        if field.is_next:
-            flat = flat + 1
         k = self._layout.frames if field.stack else 1
         found = np.empty((len(flat), k, size), words.dtype)
-        streams.take(words, flat, start, found)
+        streams.take(words, flat, ahead, start, found)
         values = torch.from_numpy(found).view(field.dtype)
         if field.stack is None:
             return values.view(*at.shape, *field.shape)
@@ -238,18 +237,15 @@ class HostRows:
         Returns:
             False if there are no such fields, or they are stacks: then nothing was done.
         """
-        field, elements, start, size = self._elements(key)
+        _, elements, ahead, start, size = self._elements(key)
         firsts = self._firsts.get((key, targets))
         if firsts is None:
             found = np.array(self._layout.row_bytes(key, targets), np.int64)
             firsts = self._firsts[key, targets] = found // elements.itemsize
         if not len(firsts):
             return False
-        source = at.numpy()
-        if field.is_next:
-            source = source + 1
         words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, source, start, mask.numpy(), words, firsts, size)
+        streams.paste(elements, at.numpy(), ahead, start, size, mask.numpy(), words, firsts)
         return True
 
     def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
@@ -260,7 +256,7 @@ class HostRows:
         """
         if self.is_in_file:
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
-        field, elements, start, size = self._elements(key)
+        field, elements, _, start, size = self._elements(key)
         copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
