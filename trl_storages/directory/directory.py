@@ -270,10 +270,6 @@ class Directory:
         is_current = not self.is_open or inode == self._described.inode
         return self if is_current else Directory.open(self.path, "r")
 
-    def shared(self) -> Directory:
-        """Raises a RuntimeError: rows are shared in memory."""
-        raise RuntimeError("rows are shared in memory, got those of a directory: open it to read.")
-
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy reads.
         return Directory.open, (self.path, "r")

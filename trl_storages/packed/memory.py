@@ -77,16 +77,9 @@ class Memory:
             self.rows = DeviceRows(layout, index, device)
 
     def shared(self) -> Memory:
-        """Returns the rows in memory that other processes share.
-
-        Raises:
-            RuntimeError: they are on a GPU, or there are none as their fields are not known.
-        """
-        if self.layout is None or not isinstance(self.rows, HostRows):
-            raise RuntimeError(
-                "rows are shared in memory, once their fields are known: pass fields=, or write first."
-            )
-        arena = Arena.shared(**room_for(self.layout, self.index))
+        """Returns the rows in memory that other processes share."""
+        layout: Any = self.layout
+        arena = Arena.shared(**room_for(layout, self.index))
         arena.take(self._arena.arrays)
         return Memory(*self._made_of, arena)
 

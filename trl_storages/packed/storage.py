@@ -23,6 +23,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
 from trl_storages.packed.memory import Memory, is_on_host
 from trl_storages.states import Adopt, State
+from trl_storages.streams import HostRows
 from trl_storages.streams.layout import Block, Layout, Nested
 
 __all__ = ["PackedStorage"]
@@ -196,6 +197,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             RuntimeError: they are on a GPU or in a directory, or their fields are not known.
         """
+        if not (isinstance(self._place, Memory) and isinstance(self.rows, HostRows)):
+            raise RuntimeError(
+                "rows are shared in memory of the host, once their fields are known: pass fields=, or "
+                "write first; those of a directory are opened to read."
+            )
         self._take(self._place.shared())
 
     @property

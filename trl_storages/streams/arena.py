@@ -62,7 +62,7 @@ class Arena:
     ) -> None:
         self.piece, starts, self.num_bytes = _placed(shapes, lane_bytes)
         self._opened_by: tuple[Any, int] | None = None
-        align, self._is_file = self.piece, file is not None
+        self._is_file = file is not None
         if file is not None:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
@@ -79,8 +79,8 @@ class Arena:
         self._map = self._mapped(file, writable)
         # Pieces of private memory are aligned as addresses, those of a file within it.
         address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._first = 0 if self._is_file else -address % align
-        self._starts = {name: start + self._first for name, start in starts.items()}
+        first = 0 if self._is_file else -address % self.piece
+        self._starts = {name: start + first for name, start in starts.items()}
         self.arrays = {
             name: np.frombuffer(self._map, dtype, prod(shape), self._starts[name]).reshape(shape)
             for name, (dtype, shape) in shapes.items()

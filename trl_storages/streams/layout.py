@@ -324,31 +324,21 @@ def nest(
     """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
     tensors = [*fields.values()]
     made: list[TensorDict] = []
-    for node in _tree_of(tuple(fields), nested):
-        source: dict[str, Any] = dict(
-            zip(node.names, map(tensors.__getitem__, node.places), strict=True)
-        )
-        for name, place in node.nested:
+    for names, places, below, further in _tree_of(tuple(fields), nested):
+        source: dict[str, Any] = dict(zip(names, map(tensors.__getitem__, places), strict=True))
+        for name, place in below:
             source[name] = made[place]
-        size = batch + node.further if node.further else batch
-        made.append(new_tensordict(source, size, device))
+        made.append(new_tensordict(source, batch + further if further else batch, device))
     return made[-1]
 
 
-class _Node(NamedTuple):
-    """The entries of a TensorDict: tensors and nested TensorDicts, by their places in two lists."""
-
-    names: Sequence[str]
-    places: Sequence[int]
-    nested: Sequence[tuple[str, int]]
-    further: torch.Size
-    """Batch dimensions beyond those of the outermost TensorDict."""
-
-
 @lru_cache(maxsize=1024)
-def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
-    """Returns the TensorDicts that hold tensors under these keys, nested ones first."""
-    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(names))
+def _tree_of(keys_of: tuple[NestedKey, ...], nested: Nested) -> list[tuple[Any, ...]]:
+    """Returns the TensorDicts that hold tensors under these keys, nested ones first.
+
+    Of each: names and places of its tensors, names and places of nested ones, and its further sizes.
+    """
+    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(keys_of))
     sizes, nodes = dict(nested), []
 
     def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
@@ -356,7 +346,7 @@ def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
         below = [
             (name, add(it, (*path, name))) for name, it in entries.items() if isinstance(it, dict)
         ]
-        nodes.append(_Node([*leaves], [*leaves.values()], below, sizes.get(path, torch.Size([]))))
+        nodes.append(([*leaves], [*leaves.values()], below, sizes.get(path)))
         return len(nodes) - 1
 
     add(tree, ())
