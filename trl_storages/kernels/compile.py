@@ -139,21 +139,25 @@ def _fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def _copied(target: Any, to: int, source: Any, start: int, size: int) -> None:
+def _instead(generate: Any) -> Callable[[Any], Any]:
+    """Compiles a function to instructions that are generated; where loops run as Python it stays."""
+    return lambda plain: plain if _IS_PLAIN else intrinsic(generate)
+
+
+@_instead(_copy)
+def _copy_bytes(target: Any, to: int, source: Any, start: int, size: int) -> None:
     one, other = (it.reshape(-1).view(np.uint8) for it in (target, source))
     one[to : to + size] = other[start : start + size]
 
 
-def _native(generate: Any, plain: Callable[..., None]) -> Any:
-    """Returns what loops call: generated instructions, or a function where they run as Python."""
-    return plain if _IS_PLAIN else intrinsic(generate)
+@_instead(_prefetch)
+def prefetch(array: Any, byte: int) -> None:
+    """Asks for the cache line that holds byte `byte` of a contiguous array."""
 
 
-_copy_bytes = _native(_copy, _copied)
-#: `prefetch(array, byte)` asks for the cache line that holds a byte of a contiguous array.
-prefetch = _native(_prefetch, lambda *_: None)
-#: `fence()` orders all reads and writes before it and after it, also for other processes.
-fence = _native(_fence, lambda: None)
+@_instead(_fence)
+def fence() -> None:
+    """Orders all reads and writes before it and after it, also for other processes."""
 
 
 @inlined
