@@ -14,7 +14,6 @@ from tensordict import TensorDictBase
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import counted
-from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.replay import ReplayStorage
 from trl_storages.replay.priorities import prioritized
 from trl_storages.samplers import PERSampler
@@ -141,7 +140,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     first, length, lane, finished = (
         _array(table[name]) for name in ("first", "length", "lane", "finished")
     )
-    slots, number = map(_array, episode_slots(episodes, table["first"], table["length"]))
+    slots, number = _array(episodes.live_slots()), np.arange(len(length)).repeat(length)
     colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
     picture = np.zeros(num_lanes * T, np.int64)
     picture[slots] = 1 + number % len(_EPISODES)

@@ -6,7 +6,7 @@ Those that draw single rows take every keyword, in any combination, and differ i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partialmethod, wraps
 from inspect import signature
 from pathlib import Path
@@ -26,7 +26,7 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.flow import draw_episodes
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
-from trl_storages.streams.frames import FrameStack, stacked_observations
+from trl_storages.streams import FrameStack
 from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter, Recorder, choices_of, transition_fields
 from trl_storages.writing.fields import InfoKeys
@@ -280,7 +280,7 @@ def _fields(
     """Returns the fields that `record` knows, all that are stored (None is yet unknown), and infos."""
     fields = transition_fields(observation_space, action_space, info_keys)
     infos = arguments.keys("info_keys", info_keys)
-    stacks = stacked_observations(frame_stack, fields, infos)
+    stacks = _stacks(frame_stack, fields, infos)
     what = "a mapping from key to (dtype, shape)"
     further = {
         arguments.key("extra_fields", key): (dtype, torch.Size(shape))
@@ -296,6 +296,44 @@ def _fields(
     for key, stack in stacks.items():
         stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
     return fields, stored, [*infos, *(key for key in further if key != keys.REWARD)]
+
+
+def _stacks(
+    frame_stack: int | Mapping[Any, FrameStack] | None,
+    fields: Mapping[NestedKey, Any],
+    infos: Collection[NestedKey],
+) -> Mapping[NestedKey, FrameStack]:
+    """Returns the observations that are stacks: as named, or all whose first or last size is k.
+
+    Raises:
+        KeyError: no such observation; the message lists the existing ones.
+        ValueError: no observation has k frames, or one has size k in both its first and last dimension.
+    """
+    if frame_stack is None:
+        return {}
+    shapes = {
+        key: list(shape)
+        for key, (_, shape) in fields.items()
+        if keys.next_key(key) in fields and key not in infos
+    }
+    if isinstance(frame_stack, Mapping):
+        if missing := [key for key in frame_stack if key not in shapes]:
+            raise KeyError(f"frame_stack must name observations of {[*shapes]}, got {missing}.")
+        for key, stack in frame_stack.items():
+            arguments.instance("frame_stack", stack, FrameStack).frame_shape(shapes[key])
+        return frame_stack
+    k = arguments.integer("frame_stack", frame_stack, at_least=2)
+    dims = {
+        key: [dim for dim in (0, -1) if len(shape) > 1 and shape[dim] == k]
+        for key, shape in shapes.items()
+    }
+    if not any(dims.values()) or any(len(it) > 1 for it in dims.values()):
+        raise ValueError(
+            f"frame_stack={k} must be the first or the last dimension of an observation, got {shapes}: "
+            f"pass {{key: FrameStack({k}, dim=...)}} for both or several channels a frame; an "
+            "environment of single frames needs gymnasium.wrappers.FrameStackObservation."
+        )
+    return {key: FrameStack(k, it[0]) for key, it in dims.items() if it}
 
 
 class NStepReplayStorage(UniformReplayStorage):

@@ -18,7 +18,7 @@ from tensordict import unravel_key
 from trl_storages.directory import Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks, streams
-from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout
+from trl_storages.streams import Arena, Block, DeviceRows, FrameStack, HostRows, Layout, room_for
 
 #: A smaller counterexample is looked for by the long search, as it takes minutes.
 QUICK = [Phase.explicit, Phase.generate]
@@ -99,20 +99,14 @@ class Machine(RuleBasedStateMachine):
         E, T = int(rng.integers(1, 5)), int(rng.choice([2, 3, 5, 12, 40, 150]))
         self.small = rng.random() < 0.3
         entries = E * int(rng.integers(5 * k + 2, 5 * k + 2 + (k + 1) * T)) if self.small else None
-        plain = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
-        size = (E * plain.entries_per_lane, layout.entry_words)
-        shapes = {**plain.table_shapes(), "entries": (np.int64, size)}
-        lane_bytes = plain.entries_per_lane * layout.entry_words * 8
-        arenas = [Arena(shapes, lane_bytes=lane_bytes), None, None]
         # Rows of files are never rewritten, and never begin at slot 0 again.
         self.path, self.has_file = tempfile.mkdtemp(), rng.random() < 0.3
-        if not self.has_file:
-            arenas.append(Arena.shared(shapes, lane_bytes=lane_bytes))
         self.forms = []
-        for arena in arenas:
-            index = EpisodeIndex(
-                *(E * T, E), stack=k, max_entries=entries, tables=arena and arena.arrays
-            )
+        for make_arena in (Arena, None, None, *([] if self.has_file else [Arena.shared])):
+            index = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
+            arena = make_arena and make_arena(**room_for(layout, index))
+            if arena:
+                index.use(arena.arrays)
             rows = HostRows(layout, index, arena) if arena else DeviceRows(layout, index, CPU)
             self.forms.append((index, rows))
         if self.has_file:
@@ -190,10 +184,8 @@ class Machine(RuleBasedStateMachine):
         block, behind = self.make_block(counts)
         results = []
         for number, (index, rows) in enumerate(self.forms):
-            got, begins, sizes = 0, block.offsets[:-1], np.diff(block.offsets)
-            for first in range(0, int(sizes.max()), most):
-                firsts, ends = (begins + np.minimum(sizes, it) for it in (first, first + most))
-                part = self.copy_of(block, number == 2).part(firsts, ends)
+            got = 0
+            for part in self.copy_of(block, number == 2).parts(most):
                 slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
                 got += gaps
                 assert len(slots) == len(part.words)
@@ -259,9 +251,11 @@ class Machine(RuleBasedStateMachine):
                 streams.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
             if self.has_file and rows is self.directory.rows:
                 before = rows.marked[0].copy()
+                sizes = np.diff(offsets)
+                steps = np.arange(n) + (index.cursors[which] - offsets[:-1]).repeat(sizes)
                 checks.mark(
                     *(tables, rows.entries, self.layout.observation_words, rows.marked),
-                    *(which, offsets, how, at, slots),
+                    *(how, at, slots, steps),
                 )
                 if after == "copy":
                     np.copyto(rows.marked[0], before, where=chance(before.shape) >= stores)
@@ -301,7 +295,7 @@ class Machine(RuleBasedStateMachine):
     def empty(self, keep):
         keep = max(keep, int(self.has_file))
         for index, _ in self.forms:
-            index.empty(keep)
+            index.let_go(keep) if keep else index.clear()
         for e, lane in enumerate(self.lanes):
             if keep:
                 self.room[e] = max(self.room[e], len(lane.rows) - keep)

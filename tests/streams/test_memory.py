@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.streams import Arena, Block, HostRows, Layout
+from trl_storages.streams import Arena, Block, HostRows, Layout, room_for
 from trl_storages.streams.arena import GIVES_BACK
 
 LANES, STEPS, BLOCK = 2, 10_000, 500
@@ -31,15 +31,10 @@ def resident(array):
 @pytest.mark.skipif(not GIVES_BACK, reason="this system takes no memory back")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_memory_is_given_back(is_shared):
-    layout, sizes = Layout(FIELDS), EpisodeIndex(LANES * STEPS, LANES)
-    entry_bytes, most_entries = 8 * layout.entry_words, sizes.entries_per_lane
-    entries = (np.int64, (LANES * most_entries, layout.entry_words))
-    shapes, lane_bytes = {**sizes.table_shapes(), "entries": entries}, most_entries * entry_bytes
-    if is_shared:
-        arena = Arena.shared(shapes, lane_bytes=lane_bytes)
-    else:
-        arena = Arena(shapes, lane_bytes=lane_bytes)
-    index = EpisodeIndex(LANES * STEPS, LANES, tables=arena.arrays)
+    layout, index = Layout(FIELDS), EpisodeIndex(LANES * STEPS, LANES)
+    room = room_for(layout, index)
+    arena = Arena.shared(**room) if is_shared else Arena(**room)
+    index.use(arena.arrays)
     rows = HostRows(layout, index, arena)
     block = torch.zeros(LANES * BLOCK, layout.row_words, dtype=torch.int64)
     done = np.arange(LANES * BLOCK) % 50 == 49
@@ -52,8 +47,8 @@ def test_memory_is_given_back(is_shared):
         rows.append(Block(np.arange(LANES), offsets, block.numpy(), done, cut), cuts_gaps=True)
         if index.cursors[0] % (STEPS // 2) == 0:
             most = max(most, resident(arena.arrays["entries"]))
-    live = LANES * STEPS * entry_bytes
-    assert LANES * lane_bytes > 2 * live
+    live = LANES * STEPS * layout.entry_words * 8
+    assert LANES * room["lane_bytes"] > 2 * live
     assert most < 1.2 * live
     places = index.entries_of(index.live_slots())
     steps = rows.take(("next", "observation"), places) - rows.take("observation", places)

@@ -19,7 +19,6 @@ from tensordict import TensorDict, TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.datasets.columns import BLOCK, blocks_of, columns_of, entries_of, joined
 from trl_storages.datasets.from_arrays import Recipe, filled
-from trl_storages.index.whole_episodes import episode_slots
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.writing.fields import OUTCOME_FIELDS
@@ -119,10 +118,9 @@ def to_minari(
     if not len(table["first"]):
         raise RuntimeError("storage must hold rows to write, and is empty.")
     minari = _minari_module()
-    slots, _ = episode_slots(index, table["first"], table["length"])
     buffers = [
         minari.data_collector.EpisodeBuffer(**_episode(rows))
-        for rows in storage[slots].cpu().split(table["length"].tolist())
+        for rows in storage[index.live_slots()].cpu().split(table["length"].tolist())
     ]
     return minari.create_dataset_from_buffers(
         dataset_id,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trl_storages import keys
-from trl_storages.directory.files import MOST_BYTES, open_regular, parse_json, write_text
+from trl_storages.directory.files import read_text, write_text
 from trl_storages.streams.frames import FrameStack
 from trl_storages.streams.layout import DTYPES, Layout
 
@@ -26,6 +26,7 @@ ROWS = re.compile(r"rows\.[1-9][0-9]{0,8}")
 UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
 _KIND = {"kind": "trl_storages", "format": 3}
 _MOST = 2**48
+_MOST_BYTES = 1 << 24
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,12 +42,12 @@ class Description:
     Args:
         layout: of the rows.
         max_size, num_envs, max_entries: see `EpisodeIndex`.
+        tails: `[E]` steps before these are gone for good.
+        cursors: `[E]` steps before these are durable.
         rows: the name of the file of rows.
         boot: which boot of which machine wrote last.
         inode: of the file of rows, by which a copy is told.
         is_clean: whether all that was written was flushed.
-        tails: `[E]` steps before these are gone for good.
-        cursors: `[E]` steps before these are durable.
         state: of other parts; one too large to be read again is left out.
 
     Raises:
@@ -57,12 +58,12 @@ class Description:
     max_size: int
     num_envs: int
     max_entries: int | None
-    rows: str
-    boot: str
-    inode: int
-    is_clean: bool
     tails: list[int]
     cursors: list[int]
+    rows: str = "rows.1"
+    boot: str = ""
+    inode: int = 0
+    is_clean: bool = False
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,8 +89,8 @@ class Description:
         own = {it.name: getattr(self, it.name) for it in fields(self)}
         words = {**_KIND, **own, "layout": described(self.layout)}
         text = json.dumps({**words, "check": _check(words)})
-        if len(text) > MOST_BYTES:
-            self.but(state={}).write(directory)
+        if len(text) > _MOST_BYTES:
+            replace(self, state={}).write(directory)
         else:
             write_text(directory / NAME, text)
 
@@ -103,15 +104,13 @@ class Description:
         """
         path = directory / NAME
         try:
-            descriptor, _ = open_regular(path)
+            text = read_text(path, _MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{directory} must hold a storage, with {NAME}.") from None
         except OSError as error:
             raise damaged(path, f"it must be a file: {error.strerror}") from error
-        with open(descriptor, "rb") as file:
-            text = file.read(MOST_BYTES + 1)
         try:
-            words = parse_json(text)
+            words = json.loads(text)
             if (got := {key: words.get(key) for key in _KIND}) != _KIND:
                 raise ValueError(
                     f"it must be of {_KIND}, got {str(got)[:50]}; formats 1 and 2 were never released"
@@ -122,10 +121,6 @@ class Description:
             return cls(**{**own, "layout": layout_of(own["layout"])})
         except UNREADABLE as error:
             raise damaged(path, f"it does not describe a storage: {error!s:.200}") from error
-
-    def but(self, **changes: Any) -> Description:
-        """Returns another one with some changes."""
-        return replace(self, **changes)
 
 
 def _check(words: dict[str, Any]) -> int:

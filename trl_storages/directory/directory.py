@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from trl_storages.directory.description import NAME, ROWS, Description, damaged
 from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
 from trl_storages.directory.recovery import forget_beyond, recover
 from trl_storages.index import EpisodeIndex
+from trl_storages.index.invariants import check_bounds, require
 from trl_storages.kernels import checks
-from trl_storages.kernels.words import FIRST, LAST
-from trl_storages.streams import Arena, HostRows, Layout
+from trl_storages.kernels.words import DONE, FIRST
+from trl_storages.streams import Arena, HostRows, Layout, room_for
 
 __all__ = ["Directory"]
 
-_LAZY = ("entries", "marks")
 #: Writes rows into an index, entries and priorities.
 Fill = Callable[[EpisodeIndex, HostRows, np.ndarray], None]
 
@@ -44,15 +45,24 @@ class Directory:
         is_open: whether it was not closed.
     """
 
-    def __init__(self, path: Path, mode: str, lock: WriterLock | None) -> None:
-        self.path, self.mode, self._lock = path, mode, lock
-        self.is_open = True
-        self._described: Description
-        self._arena: Arena
-        self.layout: Layout
-        self.index: EpisodeIndex
-        self.rows: HostRows
-        self.priorities: np.ndarray
+    def __init__(
+        self, path: Path, lock: WriterLock | None, described: Description, file: int
+    ) -> None:
+        self.path, self._lock, self._described = path, lock, described
+        self.mode, self.is_open = "r" if lock is None else "r+", True
+        self.state: Mapping[str, Any] = described.state
+        self.layout = layout = described.layout
+        self.index = index = EpisodeIndex(
+            *(described.max_size, described.num_envs),
+            stack=layout.frames,
+            max_entries=described.max_entries,
+        )
+        room = room_for(layout, index, is_in_file=True)
+        writes, lazy = lock is not None, None if lock is None else ("entries", "marks")
+        self._arena = arena = Arena(**room, file=file, writable=writes, lazy=lazy)
+        index.use(arena.arrays)
+        self.rows = HostRows(layout, index, arena)
+        self.priorities = arena.arrays["priorities"]
 
     @classmethod
     def create(
@@ -61,8 +71,8 @@ class Directory:
         layout: Layout,
         max_size: int,
         num_envs: int = 1,
-        *,
         max_entries: int | None = None,
+        *,
         fresh: bool = False,
         fill: Fill | None = None,
         state: Mapping[str, Any] | None = None,
@@ -87,53 +97,50 @@ class Directory:
             OSError: the disk is full.
         """
         path = Path(path)
-        # Sizes are checked before anything is made.
-        EpisodeIndex(max_size, num_envs, stack=layout.frames, max_entries=max_entries)
         path.mkdir(parents=True, exist_ok=True)
         _check_free(path, fresh)
         lock = WriterLock(path)
         try:
             _check_free(path, fresh)
-            made = cls(path, "r+", lock)
+            none = [0] * num_envs
             described = Description(
-                layout=layout,
-                max_size=max_size,
-                num_envs=num_envs,
-                max_entries=max_entries,
-                rows="rows.1",
-                boot="",
-                inode=0,
-                is_clean=False,
-                tails=[0] * num_envs,
-                cursors=[0] * num_envs,
+                *(layout, max_size, num_envs, max_entries),
+                tails=none,
+                cursors=none,
                 state=state or {},
             )
-            made._begin(described, fill)
+            made = cls._made(path, lock, described, fill)
             sync_directory(path.parent)
         except BaseException:
             lock.forget()
             raise
         return made
 
-    def _begin(self, described: Description, fill: Fill | None) -> None:
+    @classmethod
+    def _made(
+        cls, path: Path, lock: WriterLock | None, described: Description, fill: Fill | None
+    ) -> Directory:
         """Makes another file of rows, and names it in the description once it is on the disk."""
-        number = 1 + max((int(it[5:]) for it in _rows_in(self.path)), default=0)
-        path = self.path / f"rows.{number}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
+        number = 1 + max((int(it[5:]) for it in _rows_in(path)), default=0)
+        rows = path / f"rows.{number}"
+        file = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
         try:
             inode = os.fstat(file).st_ino
-            self._adopt(described.but(rows=path.name, boot=_boot(), inode=inode), file)
+            described = replace(described, rows=rows.name, boot=_boot(), inode=inode)
+            made = cls(path, lock, described, file)
             if fill is not None:
-                fill(self.index, self.rows, self.priorities)
+                fill(made.index, made.rows, made.priorities)
+                made.rows.mark_all()
         except BaseException:
-            path.unlink()
+            rows.unlink()
             raise
         finally:
             os.close(file)
         # So that who has seen another one tells them apart.
-        self._arena.arrays["epoch"][:] = time.time_ns()
-        self.flush(described.state)
-        self._remove_others()
+        made._arena.arrays["epoch"][:] = time.time_ns()
+        made.flush()
+        made._remove_others()
+        return made
 
     def replaced(self, fill: Fill, state: Mapping[str, Any] | None) -> Directory:
         """Returns the directory with other rows, and another state; these are not written to any more.
@@ -142,11 +149,12 @@ class Directory:
             OSError: the disk is full. Nothing has changed then.
         """
         self.check_writer()
-        other = Directory(self.path, "r+", self._lock)
-        described = self._described
-        other._begin(described if state is None else described.but(state=dict(state)), fill)
+        described = (
+            self._described if state is None else replace(self._described, state=dict(state))
+        )
+        made = self._made(self.path, self._lock, described, fill)
         self._lock = None
-        return other
+        return made
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Directory:
@@ -155,117 +163,97 @@ class Directory:
         After an unclean end of the machine, or of a copy of a directory in use, the rows that are whole
         are found anew. After a clean one not all rows are looked at: `validate` does.
 
+        Args:
+            path: the directory.
+            mode: "r+" to write, "r" to read.
+
         Raises:
             FileNotFoundError: it holds no storage.
             RuntimeError: it has a writer, and `mode` is "r+".
-            ValueError: it is damaged, or `mode` is neither "r" nor "r+".
+            ValueError: it is damaged.
         """
         path = Path(path)
-        if mode not in ("r", "r+"):
-            raise ValueError(f"mode must be 'r' or 'r+', got {mode!r}.")
         Description.read(path)
         lock = WriterLock(path) if mode == "r+" else None
         try:
-            opened = cls(path, mode, lock)
-            opened._read()
+            while True:
+                described = Description.read(path)
+                try:
+                    return cls._opened(path, lock, described)
+                except ValueError:
+                    # Else somebody wrote meanwhile, or made it anew.
+                    if Description.read(path) == described:
+                        raise
         except BaseException:
             if lock:
                 lock.forget()
             raise
-        return opened
 
-    def _read(self) -> None:
-        described, writes = Description.read(self.path), self.mode == "r+"
-        path = self.path / described.rows
+    @classmethod
+    def _opened(cls, path: Path, lock: WriterLock | None, described: Description) -> Directory:
+        rows = path / described.rows
         try:
-            file, size = open_regular(path, os.O_RDWR if writes else os.O_RDONLY)
+            file, size = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
         except PermissionError:
             raise
         except OSError as error:
-            if Description.read(self.path).rows != described.rows:
-                self._read()  # it was made anew meanwhile
-                return
-            raise damaged(path, f"it must be a file: {error.strerror}") from error
+            raise damaged(rows, f"it must be a file: {error.strerror}") from error
         try:
-            # What an index takes is less than what its file takes.
-            if described.max_size * 8 > size or (described.max_entries or 0) * 8 > size:
-                raise damaged(path, f"it is too small for its rows, with {size:,} bytes")
+            if not size:
+                raise ValueError("it is empty")
             inode = os.fstat(file).st_ino
-            try:
-                self._adopt(described, file, size)
-            except (ValueError, OverflowError, MemoryError) as error:
-                raise damaged(path, str(error)) from error
+            opened = cls(path, lock, described, file)
+        except (ValueError, OverflowError, MemoryError) as error:
+            raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
         is_same = described.inode == inode and described.boot == _boot() != ""
         if described.is_clean:
-            lanes = self.index.tails.tolist(), self.index.cursors.tolist()
-            if Description.read(self.path) != described:
-                self._read()  # somebody writes meanwhile
-                return
-            self._check_closed(lanes == (described.tails, described.cursors))
+            opened._check_closed()
         elif is_same:
-            self.validate()
-            if writes and forget_beyond(self.index, self._arena):
-                self._arena.flush()
+            opened.validate()
+            if lock:
+                forget_beyond(opened.index, opened.rows.marked[0])
         else:
-            recover(self.index, self.layout, self._arena, described.tails, described.cursors)
-        if writes:
-            self._described = described.but(boot=_boot(), inode=inode)
-            self.flush(described.state)
-            self._remove_others()
+            recover(opened.index, opened.rows.entries, opened.rows.marked[0], described)
+        if lock:
+            opened._described = replace(described, boot=_boot(), inode=inode)
+            opened.flush()
+            opened._remove_others()
+        return opened
 
-    def _adopt(self, described: Description, file: int, size: int | None = None) -> None:
-        """Maps the file of a description; one of another `size` is refused, None makes it."""
-        layout, index = described.layout, _index_of(described)
-        entries = index.num_envs * index.entries_per_lane
-        shapes = {
-            **index.table_shapes(),
-            "priorities": (np.float32, (index.capacity,)),
-            "marks": (np.int64, (entries, checks.NUM_WORDS)),
-            "entries": (np.int64, (entries, layout.entry_words)),
-        }
-        lane_bytes = index.entries_per_lane * layout.entry_words * 8
-        needed = Arena.size_of(shapes, lane_bytes=lane_bytes)
-        if size not in (None, needed):
-            raise ValueError(f"it must have {needed:,} bytes, got {size:,}")
-        writes = self.mode == "r+"
-        lazy = _LAZY if writes else None
-        arena = Arena(shapes, lane_bytes=lane_bytes, file=file, writable=writes, lazy=lazy)
-        self._described, self._arena, self.layout = described, arena, layout
-        self.index = _index_of(described, arena.arrays)
-        self.rows = HostRows(layout, self.index, arena)
-        self.priorities = arena.arrays["priorities"]
-        self.state: Mapping[str, Any] = described.state
-
-    def _check_closed(self, is_same: bool) -> None:
-        """Raises a ValueError unless lanes are as they were closed, and what is drawn is in the file."""
-        index, places = self.index, self.index.where
-        lanes = np.flatnonzero(index.fill)
-        newest = index.cursors[lanes] - 1
-        inside = ((places >= index.stack - 1) | (places == 0)) & (
-            places < len(self.rows.entries) - 1
-        )
-        if (
-            is_same
-            and inside.all()
-            and 0 <= index.episode.min() <= index.episode.max() <= index.steps_per_lane
-        ):
-            spans = index.spans[lanes, index.episode[index.newest_slots()[lanes]]]
-            if (spans[:, FIRST] <= newest).all() and (newest <= spans[:, LAST]).all():
-                return
-        raise damaged(
-            self.path / self._described.rows, "its index is not that of a closed directory"
-        )
+    def _check_closed(self) -> None:
+        """Raises a ValueError unless lanes are as they were closed, and no slot leads out of the file."""
+        index, described = self.index, self._described
+        lanes = index.tails.tolist(), index.cursors.tolist()
+        try:
+            check_bounds(index.tables)
+        except RuntimeError as error:
+            raise self._damaged(error) from error
+        if lanes != (described.tails, described.cursors):
+            raise self._damaged("its index is not that of a closed directory")
 
     def validate(self) -> None:
         """Raises a ValueError if a live row is damaged, or its place in the index."""
-        lane = checks.first_wrong(
-            *(self.index.tables, self.rows.entries, self.layout.observation_words),
-            *(self.rows.marked, True),
-        )
-        if lane >= 0:
-            raise damaged(self.path / self._described.rows, f"rows of lane {lane} are not whole")
+        index, marks = self.index, self.rows.marked[0]
+        try:
+            index.validate()
+            lane, step, slot = index.kept()
+            at, whole = index.where[slot], np.empty(len(slot), bool)
+            checks.are_whole(
+                *(self.rows.entries, self.layout.observation_words, index.stack),
+                *(self.rows.marked, at, whole),
+            )
+            steps, begins, done = checks.steps_of(marks[at, checks.NUMBER])
+            first = index.spans[lane, index.episode[slot], FIRST]
+            whole &= (steps == step) & (begins == (first == step))
+            whole &= done == (index.ends[slot] == DONE)
+            require("rows are whole", whole, index.tables, lane, step)
+        except RuntimeError as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, what: object) -> ValueError:
+        return damaged(self.path / self._described.rows, str(what))
 
     def _remove_others(self) -> None:
         """Removes files of rows that were replaced, or never came to be used."""
@@ -281,10 +269,6 @@ class Directory:
             inode = -1
         is_current = not self.is_open or inode == self._described.inode
         return self if is_current else Directory.open(self.path, "r")
-
-    def shared(self) -> Directory:
-        """Raises a RuntimeError: rows are shared in memory."""
-        raise RuntimeError("rows are shared in memory, got those of a directory: open it to read.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy reads.
@@ -302,12 +286,10 @@ class Directory:
 
     def check_writer(self) -> None:
         """Raises a RuntimeError if this process may not write."""
-        if self.is_writer:
-            return
-        why = "it was forked from the process that writes" if self.is_open else "it was closed"
-        if self.mode == "r":
-            why = "it was opened with mode='r', not 'r+'"
-        raise RuntimeError(f"{self.path} is open for reading only, as {why}.")
+        if not self.is_writer:
+            raise RuntimeError(
+                f"{self.path} is open for reading only: mode='r', closed, or in a forked process."
+            )
 
     def flush(self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False) -> None:
         """Waits until all rows are on the disk: they outlive a power cut.
@@ -323,9 +305,8 @@ class Directory:
         tails, cursors = self.index.tails.tolist(), self.index.cursors.tolist()
         self._arena.flush()
         self.state = self.state if state is None else state
-        described = self._described.but(
-            tails=tails, cursors=cursors, state=dict(self.state), is_clean=is_clean
-        )
+        words = {"tails": tails, "cursors": cursors, "state": dict(self.state)}
+        described = replace(self._described, **words, is_clean=is_clean)
         described.write(self.path)
         self._described = described
 
@@ -359,20 +340,6 @@ class Directory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, {len(self.index):,} rows)"
-
-
-def _index_of(
-    described: Description, tables: Mapping[str, np.ndarray] | None = None
-) -> EpisodeIndex:
-    return EpisodeIndex(
-        *(described.max_size, described.num_envs),
-        stack=described.layout.frames,
-        max_entries=described.max_entries,
-        tables=tables,
-    )
 
 
 def _boot() -> str:

@@ -1,17 +1,13 @@
-"""Files: regular ones alone, JSON within bounds, after a crash the old text or the new, one writer."""
+"""Files: regular ones alone, after a crash the old text or the new, one writer."""
 
 from __future__ import annotations
 
 import errno
 import gc
-import json
-import math
 import os
 import stat
-import sys
 import weakref
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
 
 try:
     import fcntl
@@ -19,25 +15,10 @@ except ImportError:
     # Rows in memory need no file locks.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "MOST_BYTES",
-    "NO_LINKS",
-    "WriterLock",
-    "created",
-    "open_regular",
-    "parse_json",
-    "sync_directory",
-    "sync_file",
-    "write_text",
-]
+__all__ = ["NO_LINKS", "WriterLock", "open_regular", "read_text", "sync_directory", "write_text"]
 
-#: Flags of `os.open`: do not follow links, do not block.
-NO_LINKS = (
-    getattr(os, "O_NOFOLLOW", 0)
-    | getattr(os, "O_NONBLOCK", 0)  # opening a pipe would block until it has a writer
-    | getattr(os, "O_CLOEXEC", 0)
-    | getattr(os, "O_BINARY", 0)
-)
+#: Flags of `os.open`: do not follow links, and do not wait until a pipe has a writer.
+NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
@@ -58,88 +39,29 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
     raise OSError(errno.EINVAL, "a directory, a pipe or a device")
 
 
-MOST_BYTES = 1 << 24
-_MOST_VALUES = 1 << 20
-_MOST_DEPTH = 32
-_LARGEST = 2**63 - 1
-
-
-def parse_json(text: bytes) -> Any:
-    """Parses JSON within bounds on size, depth and numbers.
+def read_text(path: Path, most: int) -> bytes:
+    """Reads a regular file of at most so many bytes.
 
     Raises:
-        ValueError: it is truncated or damaged, or exceeds a bound.
-
-    >>> parse_json(b'{"steps": [1, 2]}')
-    {'steps': [1, 2]}
+        OSError: as `open_regular`, or the file is larger.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"at most {MOST_BYTES} bytes are read, got more")
-    try:
-        value = json.loads(
-            text,
-            parse_constant=_no_number,
-            parse_float=_finite,
-            parse_int=_bounded,
-            object_pairs_hook=_without_twins,
-        )
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    _check_size(value)
-    return value
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"numbers must be finite, got {text}")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
-
-
-def _bounded(text: str) -> int:
-    # Python refuses to parse very many digits, or is very slow.
-    if len(text) > 20 or not -_LARGEST <= int(text) <= _LARGEST:
-        raise ValueError(f"whole numbers must be below 2^63, got {text[:25]}")
-    return int(text)
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("an entry occurs twice")
-    return value
-
-
-def _check_size(value: Any) -> None:
-    level, depth, count = [value], 0, 1
-    while level:
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        depth, count = depth + 1, count + len(level)
-        if depth > _MOST_DEPTH or count > _MOST_VALUES:
-            raise ValueError(f"at most {_MOST_VALUES} values, {_MOST_DEPTH} deep, are read")
-
-
-def created(path: Path) -> BinaryIO:
-    """Opens a new file to write, in the place of what may be there."""
-    path.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
-    return open(os.open(path, flags, 0o644), "wb")
+    descriptor, size = open_regular(path)
+    with open(descriptor, "rb") as file:
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, of which at most {most:,} are read")
+        return file.read(most)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
     new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
     try:
-        with created(new) as file:
+        with open(os.open(new, flags, 0o644), "wb") as file:
             file.write(text.encode())
-            sync_file(file)
+            file.flush()
+            os.fsync(file.fileno())
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)
@@ -147,16 +69,8 @@ def write_text(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def sync_file(file: BinaryIO) -> None:
-    """Waits until what was written to a file is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def sync_directory(directory: Path) -> None:
-    """Makes renames and new files in a directory durable, on platforms where that takes a call."""
-    if sys.platform == "win32":
-        return
+    """Makes renames and new files in a directory durable."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

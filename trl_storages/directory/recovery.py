@@ -1,36 +1,33 @@
 """Makes an index anew, of the rows in a file that are whole.
 
-Letters: E lanes.
+Letters: E lanes, M entries a lane.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from trl_storages.directory.description import Description
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
 from trl_storages.kernels.words import CUT, DONE, GOES_ON
-from trl_storages.streams import Arena, Layout
 
 __all__ = ["forget_beyond", "recover"]
 
+_MOST = 2**48
 
-def forget_beyond(index: EpisodeIndex, arena: Arena) -> bool:
-    """Removes marks of steps that a killed writer did not publish; returns whether there were any.
+
+def forget_beyond(index: EpisodeIndex, marks: np.ndarray) -> None:
+    """Removes marks of steps that a killed writer did not publish.
 
     Their numbers are given to other steps from now on.
     """
-    # A mapping would take room where nothing was written, if only to read it.
-    numbers = arena.copy_of("marks")[:, checks.NUMBER].reshape(index.num_envs, -1)
-    left = (numbers >> 2 > index.cursors[:, None]).reshape(-1)
-    if left.any():
-        arena.arrays["marks"][left, checks.NUMBER] = 0
-        return True
-    return False
+    steps, _, _ = checks.steps_of(marks[:, checks.NUMBER])
+    marks[steps >= index.cursors.repeat(index.entries_per_lane), checks.NUMBER] = 0
 
 
 def recover(
-    index: EpisodeIndex, layout: Layout, arena: Arena, tails: list[int], cursors: list[int]
+    index: EpisodeIndex, entries: np.ndarray, marks: np.ndarray, described: Description
 ) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
@@ -39,56 +36,49 @@ def recover(
 
     Args:
         index: any contents.
-        layout: of the rows.
-        arena: holds index, entries and marks.
-        tails: `[E]` steps before these don't count.
-        cursors: `[E]` steps before these were flushed.
+        entries: `[E M, W]`.
+        marks: `[E M, 3]`, see `kernels.checks`.
+        described: says which steps don't count any more, and which were flushed.
     """
-    marks = arena.copy_of("marks")
-    marked = marks, checks.factors(layout.entry_words, layout.frames)
-    steps = np.empty(len(marks), np.int64)
-    checks.rows_of(
-        *(arena.arrays["entries"], layout.observation_words, layout.frames),
-        *(index.entries_per_lane, marked, steps),
+    layout, k, M = described.layout, index.stack, index.entries_per_lane
+    steps, begins, done = checks.steps_of(marks[:, checks.NUMBER])
+    place = np.tile(np.arange(M), index.num_envs)
+    fits = (steps >= 0) & (steps < _MOST) & (place >= k - 1) & (place + 1 < M)
+    at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
+    whole = np.empty(len(at), bool)
+    checks.are_whole(
+        *(entries, layout.observation_words, k),
+        *((marks, checks.factors(layout.entry_words, k)), at, whole),
     )
+    at = at[whole]
     index.clear()
     kept = np.zeros(len(marks), bool)
-    size = index.entries_per_lane
-    for lane, (tail, flushed) in enumerate(zip(tails, cursors, strict=True)):
-        found = steps[lane * size : (lane + 1) * size]
-        run, places = _chosen(found, tail, flushed, index.steps_per_lane)
-        if len(run):
-            entries = places + lane * size
-            kept[entries] = True
-            _fill(index, lane, run, places, marks[entries, checks.NUMBER])
+    for lane, flushed in enumerate(described.cursors):
+        its = at[at // M == lane]
+        its = its[_chosen(steps[its], flushed, index.steps_per_lane)]
+        if not len(its):
+            continue
+        kept[its] = True
+        ends = np.where(done[its], DONE, GOES_ON)
+        if not done[its[-1]]:
+            ends[-1] = CUT  # who knows what came behind it
+        first = int(steps[its[0]])
+        index.set_lane(
+            *(lane, steps[its], place[its], begins[its], ends),
+            first=first - (not begins[its[0]]),
+            tail=first,
+        )
     # Where a file has no room every mark is zero: nothing is written there.
-    arena.arrays["marks"][(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
+    marks[(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
 
 
-def _chosen(found: np.ndarray, tail: int, flushed: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps of a lane that count, and their entries in it."""
-    places = np.flatnonzero(found >= tail)
-    run, order = np.unique(found[places], return_index=True)
-    places = places[order]
+def _chosen(steps: np.ndarray, flushed: int, most: int) -> np.ndarray:
+    """Returns which of the steps of a lane count, in their order."""
+    run, order = np.unique(steps, return_index=True)
     holes = np.flatnonzero(np.diff(run) != 1) + 1
-    bounds = [0, *holes.tolist(), len(run)]
+    bounds = np.concatenate([[0], holes, [len(run)]])
     at = int(np.searchsorted(run, flushed - 1))
-    if at < len(run) and run[at] == flushed - 1:
-        which = int(np.searchsorted(holes, at, "right"))
-    else:
-        which = len(bounds) - 2
+    is_there = at < len(run) and run[at] == flushed - 1
+    which = int(np.searchsorted(holes, at, "right")) if is_there else len(holes)
     begin, end = bounds[which], bounds[which + 1]
-    begin = max(begin, end - most)
-    return run[begin:end], places[begin:end]
-
-
-def _fill(
-    index: EpisodeIndex, lane: int, steps: np.ndarray, places: np.ndarray, numbers: np.ndarray
-) -> None:
-    """Enters the only steps of a lane into an index."""
-    begins, done = numbers & 2 != 0, numbers & 1 != 0
-    ends = np.where(done, DONE, GOES_ON)
-    if not done[-1]:
-        ends[-1] = CUT  # who knows what came behind it
-    first = int(steps[0]) - (not begins[0])
-    index.set_lane(lane, steps, places, begins, ends, first=first, tail=int(steps[0]))
+    return order[max(begin, end - most) : end]

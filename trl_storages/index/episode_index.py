@@ -65,7 +65,6 @@ class EpisodeIndex:
         stack: k, how many entries an observation is made of.
         max_entries: room for observations, over all lanes; None is enough for `capacity` rows whatever
             they are, of which memory is taken for those that are there.
-        tables: the arrays of `table_shapes`; None makes them.
 
     Raises:
         ValueError: a lane has fewer than two steps, or too few entries to write one.
@@ -82,7 +81,6 @@ class EpisodeIndex:
         *,
         stack: int = 1,
         max_entries: int | None = None,
-        tables: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         if num_envs < 1 or capacity < 2 * num_envs:
             raise ValueError(
@@ -106,17 +104,18 @@ class EpisodeIndex:
         #: How many steps of a lane may be written at once: few enough that its last step stays, whatever
         #: becomes of the write, and that with enough entries no step is evicted early.
         self.most_steps = min(self.steps_per_lane // 2, slack - 1, fitting)
-        if tables is None:
-            tables = {
-                name: np.zeros(shape, dtype) for name, (dtype, shape) in self.table_shapes().items()
-            }
+        shapes = self.table_shapes()
+        self.use({name: np.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()})
+
+    def use(self, tables: Mapping[str, np.ndarray]) -> None:
+        """Takes other arrays for the tables, of `table_shapes`, with what they say."""
         self._lanes, self._epoch = tables["lanes"], tables["epoch"]
         #: `[1]` how often who writes has set priorities of rows.
         self.num_updates: np.ndarray = self._epoch[1:]
-        #: What `kernels.streams` calls an index.
+        #: What `kernels.words` calls an index.
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
-            *(self.steps_per_lane, self.entries_per_lane, stack),
+            *(self.steps_per_lane, self.entries_per_lane, self.stack),
         )
         #: Of each slot its entry, the number of its episode modulo T + 1, and how it ends.
         self.where: np.ndarray = tables["where"]
@@ -176,11 +175,6 @@ class EpisodeIndex:
         T = self.steps_per_lane
         return np.arange(self.num_envs) * T + (self.cursors - 1) % T
 
-    def steps_in(self, lane: int) -> np.ndarray:
-        """Returns the numbers of a lane's live steps; with none, that of its newest, which goes on."""
-        cursor = int(self.cursors[lane])
-        return np.arange(min(int(self.tails[lane]), max(cursor - 1, 0)), cursor)
-
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next steps begin new ones."""
         is_open = self.is_open
@@ -189,13 +183,6 @@ class EpisodeIndex:
             chosen[lanes] = True
             is_open &= chosen
         self.ends[self.newest_slots()[is_open]] = CUT
-
-    def empty(self, keep_steps: int = 0) -> None:
-        """Evicts all steps but the last `keep_steps` of each lane; with 0 it begins anew."""
-        if keep_steps:
-            self.let_go(keep_steps)
-        else:
-            self.clear()
 
     def let_go(self, keep_steps: int = 0) -> None:
         """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
@@ -219,15 +206,15 @@ class EpisodeIndex:
         *,
         first: int,
         tail: int,
-    ) -> None:
-        """Makes some steps, which follow one another, the only ones of a lane.
+    ) -> np.ndarray:
+        """Makes some steps, which follow one another, the only ones of a lane; returns their slots `[N]`.
 
         Args:
             lane: its number.
             steps: `[N]` their numbers, N at least 1 and at most T.
             places: `[N]` their entries within the lane.
             begins: `[N]` whether each begins an episode.
-            ends: `[N]` as in `kernels.streams`.
+            ends: `[N]` as in `kernels.words`.
             first: the first step of the episode of the oldest, which may be gone.
             tail: the oldest of them that is live.
         """
@@ -242,6 +229,11 @@ class EpisodeIndex:
         spans[: len(firsts), LAST] = np.append(firsts[1:], steps[-1] + 1) - 1
         spans[0, FIRST] = first
         self._lanes[lane] = steps[-1] + 1, tail
+        return slots
+
+    def kept(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns lane, step and slot `[N]` of live steps, and of the newest of a lane without any."""
+        return invariants.kept(self.tables)
 
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""
@@ -278,8 +270,11 @@ class EpisodeIndex:
 
     def check_live(self, slots: torch.Tensor) -> None:
         """Raises an IndexError if a slot holds no live row."""
-        at = draws.first_not_live(self.tables, slots.numpy())
-        if at >= 0:
+        fits = (slots >= 0) & (slots < self.capacity)
+        if fits.all():
+            fits = ~self.stale(slots, self.steps_of(slots))
+        if not fits.all():
+            at = int(fits.int().argmin())
             raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
 
     def bounds(self, slots: torch.Tensor) -> torch.Tensor:
@@ -402,7 +397,7 @@ class EpisodeIndex:
             TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
             `finished` (by a done step) and `whole` (no row evicted).
         """
-        return whole_episodes.episodes_of(self)
+        return whole_episodes.episodes_of(self.tables)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` whole, finished episodes uniformly, with replacement.
@@ -413,7 +408,7 @@ class EpisodeIndex:
         Raises:
             RuntimeError: there is none.
         """
-        return whole_episodes.draw(self, n, generator)
+        return whole_episodes.draw(self.tables, n, generator)
 
     def validate(self) -> None:
         """Checks the tables against one another.
@@ -421,7 +416,7 @@ class EpisodeIndex:
         Raises:
             RuntimeError: a check failed; the message says which.
         """
-        invariants.check(self)
+        invariants.check(self.tables)
 
     def __repr__(self) -> str:
         return (

@@ -1,50 +1,84 @@
-"""What always holds in an episode index."""
+"""What always holds in an episode index.
+
+An `index` is that of `kernels.words`. Another process may write meanwhile: nothing is wrong of steps that
+have given way in the end.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels.words import DONE, FIRST, LAST
+from trl_storages.kernels import draws
+from trl_storages.kernels.words import CURSOR, CUT, GOES_ON, TAIL
 
-if TYPE_CHECKING:
-    from trl_storages.index.episode_index import EpisodeIndex
-
-__all__ = ["check"]
+__all__ = ["check", "check_bounds", "kept", "require"]
 
 
-def check(index: EpisodeIndex) -> None:
+def kept(index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns lane, step and slot `[N]` of all live steps, and of the newest of a lane that has none.
+
+    The stream goes on from the newest step, though it may not be live.
+
+    Raises:
+        RuntimeError: the words of a lane contradict one another.
+    """
+    lanes, T = index[4:6]
+    cursors = lanes[:, CURSOR].copy()
+    tails = lanes[:, TAIL].copy()
+    fits = (tails >= 0) & (tails <= lanes[:, CURSOR]) & (cursors - tails <= T)
+    if not (fits & (cursors >= 0)).all():
+        raise RuntimeError(
+            f"the index is damaged: its tails are not at most {T} behind its cursors."
+        )
+    firsts = np.minimum(tails, np.maximum(cursors - 1, 0))
+    counts = cursors - firsts
+    slot = np.empty(counts.sum(), np.int64)
+    draws.slots_between(index, firsts, cursors, slot)
+    step = np.arange(len(slot)) + (cursors - counts.cumsum()).repeat(counts)
+    return np.arange(len(lanes)).repeat(counts), step, slot
+
+
+def require(what: str, holds: np.ndarray, index: Any, lane: np.ndarray, step: np.ndarray) -> None:
+    """Raises a RuntimeError where something does not hold `[N]` of steps that are still there."""
+    wrong = np.flatnonzero(~holds)
+    lanes = index[4][lane[wrong]]
+    if (step[wrong] >= np.minimum(lanes[:, TAIL], lanes[:, CURSOR] - 1)).any():
+        raise RuntimeError(f"the index is damaged: it does not hold that {what}.")
+
+
+def check_bounds(index: Any) -> None:
+    """Raises a RuntimeError if reading a slot could leave the tables or the entries."""
+    where, episode, _, _, lanes, T, M, k = index
+    fits = ((where == 0) | (where >= k - 1)) & (where < len(lanes) * M - 1)
+    if not (fits & (episode >= 0) & (episode <= T)).all():
+        raise RuntimeError("the index is damaged: a slot leads out of it.")
+
+
+def check(index: Any) -> None:
     """Raises a RuntimeError if the tables of an index contradict one another."""
-    T, M, spans = index.steps_per_lane, index.entries_per_lane, index.spans
-    for lane in range(index.num_envs):
-        tail, cursor = int(index.tails[lane]), int(index.cursors[lane])
-        steps = np.arange(tail, cursor)
-        slots = lane * T + steps % T
-        where, number = index.where[slots] - lane * M, index.episode[slots]
-        _hold(
-            f"lane {lane}: its tail is at most {T} steps behind its cursor", 0 <= cursor - tail <= T
-        )
-        inside = (where >= index.stack - 1) & (where + 1 < M)
-        _hold(f"lane {lane}: its entries lie within it", inside.all())
-        _hold(f"lane {lane}: no two steps share an entry", np.diff(np.sort(where)).all())
-        first, last = spans[lane, number, FIRST], np.minimum(spans[lane, number, LAST], cursor - 1)
-        _hold(
-            f"lane {lane}: each step is one of its episode",
-            ((first <= steps) & (steps <= last)).all(),
-        )
-        same = number[1:] == number[:-1]
-        _hold(
-            f"lane {lane}: an episode goes on to its last step, and only there to the next",
-            (same == (steps[:-1] < last[:-1])).all(),
-        )
-        is_done = index.ends[slots] == DONE
-        _hold(
-            f"lane {lane}: only the last step of an episode is done",
-            (~is_done | (steps == last)).all(),
-        )
-
-
-def _hold(what: str, holds: bool | np.bool_) -> None:
-    if not holds:
-        raise RuntimeError(f"the episode index is damaged; it does not hold that {what}.")
+    check_bounds(index)
+    where, episode, ends, spans, _, T, M, k = index
+    lane, step, slot = kept(index)
+    place, number, end = where[slot] - lane * M, episode[slot], ends[slot]
+    fits = (place >= k - 1) & (place < M - 1) & (end <= CUT)
+    require("entries lie within their lanes", fits, index, lane, step)
+    first, last = spans[lane, number].T
+    fits = (first >= 0) & (first <= step) & (step <= last)
+    require("each step is one of its episode", fits, index, lane, step)
+    # Each step and the one behind it in its lane.
+    is_pair, begins = lane[1:] == lane[:-1], (first == step)[1:]
+    goes_on = (number[1:] == number[:-1]) & (end[:-1] == GOES_ON)
+    is_next = ((number[1:] - number[:-1]) % (T + 1) == 1) & (last == step)[:-1]
+    fits = ~is_pair | np.where(begins, is_next, goes_on)
+    require("one episode follows another where it ends", fits, index, lane, step)
+    moved, is_first = np.diff(place), place[1:] == k - 1
+    fits = ~is_pair | (moved == 1) | (moved == k + 1) | is_first
+    require("entries lie one behind another", fits, index, lane, step)
+    # They return to the beginning of their lane once at most, and end before the oldest.
+    turns = np.append(0, (is_pair & is_first).cumsum())
+    oldest = np.flatnonzero(np.append(True, ~is_pair)[: len(lane)])
+    newest = np.append(oldest[1:], len(lane))[: len(oldest)] - 1
+    ahead = place[newest] - place[oldest] + (turns[newest] - turns[oldest]) * M
+    require("no two steps share an entry", ahead + k < M, index, lane[oldest], step[oldest])

@@ -15,13 +15,14 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 __all__ = ["copy_words", "fence", "inlined", "loop", "prefetch"]
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 # Untyped, as its annotations hide the signature of the decorated function.
 _njit: Any = numba.njit
+_IS_PLAIN = numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 
 
 def loop(function: _Loop) -> _Loop:
@@ -30,7 +31,7 @@ def loop(function: _Loop) -> _Loop:
     The machine code is kept beside the module, or in the user's cache. With `NUMBA_DISABLE_JIT=1` the
     loop runs as Python. In either case integers wrap around.
     """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    if _IS_PLAIN:
         return np.errstate(over="ignore", invalid="ignore")(function)
     compiled = _njit(nogil=True)(function)
     try:
@@ -94,19 +95,6 @@ def _warn_of_no_cache() -> None:
     )
 
 
-def copy_words(target: Any, i: int, j: int, source: Any, p: int, q: int, size: int) -> None:
-    """Copies `source[p, q : q + size]` to `target[i, j : j + size]`, of tables of 8-byte words."""
-    target[i, j : j + size] = source[p, q : q + size]
-
-
-def prefetch(array: Any, byte: int) -> None:
-    """Asks for the cache line that holds byte `byte` of a contiguous array."""
-
-
-def fence() -> None:
-    """Orders all reads and writes before it and after it, also for other processes."""
-
-
 _BYTE = ir.IntType(8).as_pointer()
 
 
@@ -116,7 +104,6 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, byte: Any) -> An
     return builder.gep(builder.bitcast(view.data, _BYTE), [byte])
 
 
-@intrinsic
 def _copy(typing_context: Any, target: Any, to: Any, source: Any, start: Any, size: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
@@ -132,7 +119,6 @@ def _copy(typing_context: Any, target: Any, to: Any, source: Any, start: Any, si
     return types.void(target, types.int64, source, types.int64, types.int64), generate
 
 
-@intrinsic
 def _prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address, integer = _address(context, builder, signature.args[0], *args), ir.IntType(32)
@@ -145,7 +131,6 @@ def _prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
     return types.void(array, byte), generate
 
 
-@intrinsic
 def _fence(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -154,20 +139,29 @@ def _fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-@overload(copy_words, inline="always", strict=False)
-def _compiled_copy(target: Any, i: Any, j: Any, source: Any, p: Any, q: Any, size: Any) -> Any:
-    def copy(target, i, j, source, p, q, size):  # type: ignore[no-untyped-def]
-        to, start = i * target.shape[1] + j, p * source.shape[1] + q
-        _copy(target, to * 8, source, start * 8, size * 8)  # type: ignore[call-arg]
-
-    return copy
+def _instead(generate: Any) -> Callable[[Any], Any]:
+    """Compiles a function to instructions that are generated; where loops run as Python it stays."""
+    return lambda plain: plain if _IS_PLAIN else intrinsic(generate)
 
 
-@overload(prefetch, inline="always", strict=False)
-def _compiled_prefetch(array: Any, byte: Any) -> Any:
-    return lambda array, byte: _prefetch(array, byte)  # type: ignore[call-arg]
+@_instead(_copy)
+def _copy_bytes(target: Any, to: int, source: Any, start: int, size: int) -> None:
+    one, other = (it.reshape(-1).view(np.uint8) for it in (target, source))
+    one[to : to + size] = other[start : start + size]
 
 
-@overload(fence, inline="always", strict=False)
-def _compiled_fence() -> Any:
-    return lambda: _fence()  # type: ignore[call-arg]
+@_instead(_prefetch)
+def prefetch(array: Any, byte: int) -> None:
+    """Asks for the cache line that holds byte `byte` of a contiguous array."""
+
+
+@_instead(_fence)
+def fence() -> None:
+    """Orders all reads and writes before it and after it, also for other processes."""
+
+
+@inlined
+def copy_words(target: Any, i: int, j: int, source: Any, p: int, q: int, size: int) -> None:
+    """Copies `source[p, q : q + size]` to `target[i, j : j + size]`, of tables of 8-byte words."""
+    to, start = i * target.shape[1] + j, p * source.shape[1] + q
+    _copy_bytes(target, to * 8, source, start * 8, size * 8)

@@ -1,4 +1,4 @@
-"""Draws of rows, goals, windows and sequences: arithmetic of slots.
+"""Draws of rows, goals, windows and sequences: arithmetic of slots; and sums over windows.
 
 An `index` is the tuple of `kernels.words`; whatever lies beyond the cursors counts for nothing.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
@@ -26,7 +26,7 @@ __all__ = [
     "bounds",
     "changes",
     "draw",
-    "first_not_live",
+    "fold",
     "goals",
     "moved",
     "sequences",
@@ -223,6 +223,20 @@ def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
 
 
 @loop
+def fold(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
+    """Sums the first `lengths` `[B]` of `rewards` `[n, B, m]` by `weights` `[n]`, in float64.
+
+    out_bj = Σ weights[i] · rewards[i, b, j]   over i < lengths[b]
+    """
+    for b in range(out.shape[0]):
+        for j in range(out.shape[1]):
+            total = 0.0
+            for i in range(lengths[b]):
+                total += weights[i] * rewards[i, b, j]
+            out[b, j] = total
+
+
+@loop
 def sequences(
     index: Any, slots: Any, burn_in: int, boundary: int, out: Any, valid: Any, begins: Any
 ) -> None:
@@ -297,21 +311,3 @@ def changes(index: Any, before: Any, now: Any, began_anew: bool) -> Any:
     slots_between(index, firsts[0], ends[0], gone)
     slots_between(index, firsts[1], ends[1], new)
     return gone, new
-
-
-@loop
-def first_not_live(index: Any, slots: Any) -> int:
-    """Returns the place of the first of `[B]` slots that holds no live row; -1 if there is none."""
-    lanes, T = index[LANES], index[STEPS]
-    E = len(lanes)
-    oldest = np.empty(E, np.int64)
-    for e in range(E):
-        oldest[e] = lanes[e, TAIL] % T
-    for i in range(len(slots)):
-        if not 0 <= slots[i] < E * T:
-            return i
-        e = slots[i] // T if E > 1 else 0
-        ahead = slots[i] - e * T - oldest[e]
-        if (ahead if ahead >= 0 else ahead + T) >= lanes[e, CURSOR] - lanes[e, TAIL]:
-            return i
-    return -1

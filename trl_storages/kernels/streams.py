@@ -62,9 +62,7 @@ __all__ = [
     "plan",
     "publish",
     "put",
-    "rewrite",
     "take",
-    "take_frames",
 ]
 
 # How many rows ahead memory is asked for.
@@ -271,7 +269,11 @@ def put(
     gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
     copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
-        mark(index, entries, sizes[1], marked, which, offsets, how, at, slots)
+        steps = np.empty(len(block), np.int64)
+        for m in range(len(which)):
+            for i in range(offsets[m], offsets[m + 1]):
+                steps[i] = index[LANES][which[m], CURSOR] + i - offsets[m]
+        mark(index, entries, sizes[1], marked, how, at, slots, steps)
     publish(index, which, offsets)
     return gaps
 
@@ -305,51 +307,43 @@ def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> No
 
 
 @loop
-def take(elements: Any, at: Any, start: int, out: Any) -> None:
-    """Copies `out` `[B, n]` from element `start` on, of entries `at`, viewed as `elements` `[E M, *]`."""
-    size = elements.shape[1] * elements.itemsize
+def take(elements: Any, at: Any, ahead: int, start: int, out: Any) -> None:
+    """Copies elements from `start` on of the k entries up to each of `at + ahead`, `out` `[B, k, n]`.
+
+    Entries are viewed as `elements` `[E M, *]`.
+    """
+    size, k = elements.shape[1] * elements.itemsize, out.shape[1]
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            prefetch(elements, at[i + _AHEAD] * size + start * elements.itemsize)
-        for j in range(out.shape[1]):
-            out[i, j] = elements[at[i], start + j]
-
-
-@loop
-def take_frames(elements: Any, at: Any, start: int, k: int, out: Any) -> None:
-    """Copies stacks `out` `[B, k, n]` of the frames that entries `at` end with."""
-    for i in range(len(at)):
+            prefetch(elements, (at[i + _AHEAD] + ahead) * size + start * elements.itemsize)
         for j in range(k):
             for w in range(out.shape[2]):
-                out[i, j, w] = elements[at[i] - (k - 1) + j, start + w]
+                out[i, j, w] = elements[at[i] + ahead - (k - 1) + j, start + w]
 
 
 @loop
-def paste(elements: Any, at: Any, start: int, mask: Any, rows: Any, firsts: Any, size: int) -> None:
-    """Copies a field of entries `at` `[B]` into some of gathered `rows`, where `mask` `[B]` says so.
+def paste(
+    elements: Any, at: Any, ahead: int, start: int, size: int, mask: Any, rows: Any, firsts: Any
+) -> None:
+    """Copies a field of entries `at + ahead` `[B]` into some of gathered `rows`.
 
     Args:
         elements: entries, viewed as words of the field.
-        at: the entries.
+        at: the entries, but for `ahead`.
+        ahead: 1 for what is next, else 0.
         start: where the field begins in an entry.
-        mask: which rows.
+        size: its number of words.
+        mask: `[B]` which rows.
         rows: `[B, *]`, viewed likewise.
         firsts: where it goes in a row.
-        size: its number of words.
     """
     width = elements.shape[1] * elements.itemsize
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            prefetch(elements, at[i + _AHEAD] * width + start * elements.itemsize)
+            prefetch(elements, (at[i + _AHEAD] + ahead) * width + start * elements.itemsize)
         if mask[i]:
-            for first in firsts:
-                for w in range(size):
-                    rows[i, first + w] = elements[at[i], start + w]
-
-
-@loop
-def rewrite(elements: Any, at: Any, start: int, values: Any) -> None:
-    """Overwrites elements of the steps of entries `at` by `values` `[B, n]`."""
-    for i in range(len(at)):
-        for j in range(values.shape[1]):
-            elements[at[i], start + j] = values[i, j]
+            p = at[i] + ahead
+            for w in range(size):
+                value = elements[p, start + w]
+                for first in firsts:
+                    rows[i, first + w] = value

@@ -151,12 +151,14 @@ def _cover(starts: Any, ranges: Any) -> Any:
         ranges: `[2, R]` disjoint ranges of leaves, firsts and ends; R = 0 is all.
 
     Returns:
-        `[2, n]` their levels, 0 of the root, and their numbers there.
+        `[2, n]` their levels, 0 of the root, and their numbers there; in the order of their leaves, so
+        that the same weights elsewhere are drawn alike.
     """
     depth, R, n = len(starts) - 2, ranges.shape[1], 0
     nodes = np.zeros((2, max(2 * (FAN_OUT - 1) * depth * R, 1)), np.int64)
+    ending = np.empty((2, (FAN_OUT - 1) * depth), np.int64)
     for r in range(R):
-        left, right, level = ranges[0, r], ranges[1, r], depth
+        left, right, level, num_ending = ranges[0, r], ranges[1, r], depth, 0
         while left < right:
             # Up to where eight neighbours are one node of the level above.
             while left < right and (left % FAN_OUT or level == 1):
@@ -164,9 +166,12 @@ def _cover(starts: Any, ranges: Any) -> Any:
                 left, n = left + 1, n + 1
             while left < right and right % FAN_OUT:
                 right -= 1
-                nodes[0, n], nodes[1, n] = level, right
-                n += 1
+                ending[0, num_ending], ending[1, num_ending] = level, right
+                num_ending += 1
             left, right, level = left // FAN_OUT, right // FAN_OUT, level - 1
+        for j in range(num_ending - 1, -1, -1):
+            nodes[:, n] = ending[:, j]
+            n += 1
     return nodes[:, : n if R else 1]
 
 

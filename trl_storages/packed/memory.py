@@ -15,7 +15,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
 from trl_storages.streams.arena import GIVES_BACK, Arena
 from trl_storages.streams.device_rows import DeviceRows
-from trl_storages.streams.host_rows import HostRows
+from trl_storages.streams.host_rows import HostRows, room_for
 from trl_storages.streams.layout import Layout
 
 __all__ = ["HOSTS", "Memory", "is_on_host"]
@@ -37,12 +37,12 @@ class Memory:
         max_size, num_envs, max_entries: see `EpisodeIndex`; where memory is not given back there is room
             for episodes of about eight steps by default.
         device: of the rows.
-        shared: memory that another process has; None makes some.
+        arena: shared memory with rows; None makes memory without.
 
     Attributes:
         index: which rows there are.
         rows: the rows; None without a layout.
-        priorities: `[E T]` float32 of the rows; None until they are needed.
+        priorities: `[E T]` float32 of the rows.
     """
 
     mode = "r+"
@@ -56,53 +56,31 @@ class Memory:
         num_envs: int,
         max_entries: int | None,
         device: torch.device,
-        shared: Arena | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self._made_of = layout, max_size, num_envs, max_entries, device
-        self.layout, self._is_shared = layout, shared is not None
-        frames = 1 if layout is None else layout.frames
-        if max_entries is None and not (is_on_host(device) and GIVES_BACK):
+        self.layout, self._is_shared = layout, arena is not None
+        k, is_here = 1 if layout is None else layout.frames, is_on_host(device)
+        if max_entries is None and not (is_here and GIVES_BACK):
             # Entries that no row needs are not given back here.
             steps = max_size // max(num_envs, 1)
             most = max(steps // 8, 64)
-            max_entries = num_envs * (steps + most + (frames + 1) * min(most, 64))
-        self.index = EpisodeIndex(max_size, num_envs, stack=frames, max_entries=max_entries)
+            max_entries = num_envs * (steps + most + (k + 1) * min(most, 64))
+        self.index = index = EpisodeIndex(max_size, num_envs, stack=k, max_entries=max_entries)
+        self.priorities: np.ndarray = np.zeros(index.capacity, np.float32)
         self.rows: Any = None
-        self.priorities: np.ndarray | None = None
-        if layout is None:
-            return
-        if not is_on_host(device):
-            self.rows = DeviceRows(layout, self.index, device)
-            return
-        self._arena = arena = shared or Arena(**self._arrays(layout))
-        self.index = EpisodeIndex(
-            max_size, num_envs, stack=frames, max_entries=max_entries, tables=arena.arrays
-        )
-        self.rows = HostRows(layout, self.index, arena)
-        self.priorities = arena.arrays.get("priorities")
-
-    def _arrays(self, layout: Layout) -> dict[str, Any]:
-        """Returns what an arena takes for the rows."""
-        index = self.index
-        entries = index.num_envs * index.entries_per_lane, layout.entry_words
-        shapes = {**index.table_shapes(), "entries": (np.int64, entries)}
-        return {"shapes": shapes, "lane_bytes": index.entries_per_lane * layout.entry_words * 8}
+        if layout is not None and is_here:
+            self._arena = arena = arena or Arena(**room_for(layout, index))
+            index.use(arena.arrays)
+            self.rows, self.priorities = HostRows(layout, index, arena), arena.arrays["priorities"]
+        elif layout is not None:
+            self.rows = DeviceRows(layout, index, device)
 
     def shared(self) -> Memory:
-        """Returns the rows in memory that other processes share.
-
-        Raises:
-            RuntimeError: they are on a GPU, or there are none as their fields are not known.
-        """
-        if self.layout is None or not isinstance(self.rows, HostRows):
-            raise RuntimeError(
-                "rows are shared in memory, once their fields are known: pass fields=, or write first."
-            )
-        arrays = self._arrays(self.layout)
-        arrays["shapes"]["priorities"] = np.float32, (self.index.capacity,)
-        arena = Arena.shared(**arrays)
-        known = {} if self.priorities is None else {"priorities": self.priorities}
-        arena.take({**self._arena.arrays, **known})
+        """Returns the rows in memory that other processes share."""
+        layout: Any = self.layout
+        arena = Arena.shared(**room_for(layout, self.index))
+        arena.take(self._arena.arrays)
         return Memory(*self._made_of, arena)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -113,14 +91,15 @@ class Memory:
 
     def replaced(self, fill: Callable[..., None], _: Any = None) -> Memory:
         """Returns the memory with other rows."""
-        if self.priorities is None:
-            self.priorities = np.zeros(self.index.capacity, np.float32)
         fill(self.index, self.rows, self.priorities)
         return self
 
     def empty(self, keep_steps: int) -> None:
         """Discards all rows but the last `keep_steps` of each lane; with 0 it begins anew."""
-        self.index.empty(keep_steps)
+        if keep_steps:
+            self.index.let_go(keep_steps)
+        else:
+            self.index.clear()
 
     def validate(self) -> None:
         """Raises a RuntimeError if the index contradicts itself."""
@@ -145,5 +124,5 @@ class Memory:
 
 def _copied(made_of: tuple[Any, ...], saved: bytes) -> Memory:
     made = Memory(*made_of)
-    rows = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
-    return made.replaced(partial(dumps.fill, rows))
+    _, lanes = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
+    return made.replaced(partial(dumps.fill, lanes))

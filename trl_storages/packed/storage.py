@@ -23,6 +23,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
 from trl_storages.packed.memory import Memory, is_on_host
 from trl_storages.states import Adopt, State
+from trl_storages.streams import HostRows
 from trl_storages.streams.layout import Block, Layout, Nested
 
 __all__ = ["PackedStorage"]
@@ -92,7 +93,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
         self.is_replayed = False
         self._given_size = self.max_size
-        self._num_envs, self._max_entries = num_envs, max_entries
+        self._max_entries = max_entries
         #: As given.
         self.fields = dict(fields or {})
         # Whether it was said that there are not entries enough for any rows.
@@ -112,8 +113,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.episodes: EpisodeIndex = place.index
         self.rows: Any = place.rows
         self.layout: Any = place.layout
-        self._raw = place.priorities
-        self.max_size, self._num_envs = self.episodes.capacity, self.episodes.num_envs
+        #: Raw priorities `[E T]` float32; 0, or what can't be one, says that none was set.
+        self.priorities: np.ndarray = place.priorities
+        self.max_size = self.episodes.capacity
 
     def _found(self) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
@@ -134,11 +136,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _check_fits(self, found: Description) -> None:
         """Raises a ValueError unless a directory is that of a storage like this one."""
-        own = {"num_envs": self._num_envs, "max_entries": self._max_entries}
-        theirs = {"num_envs": found.num_envs, "max_entries": found.max_entries}
-        own["max_size"], theirs["max_size"] = self.max_size, found.max_size
+        own = self.max_size, self.episodes.num_envs, self._max_entries
+        theirs = found.max_size, found.num_envs, found.max_entries
         if own != theirs:
-            raise ValueError(f"{self.path} holds a storage of {theirs}, got {own}.")
+            what = "max_size, num_envs and max_entries"
+            raise ValueError(f"{self.path} holds a storage with {what} {theirs}, got {own}.")
         if self.fields:
             described = found.layout.described
             known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
@@ -158,20 +160,20 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             ValueError: it holds rows of another number, or a lane has no room for two steps.
         """
-        if num_envs == self._num_envs:
+        if num_envs == self.episodes.num_envs:
             return
         if len(self):
             raise ValueError(
-                f"the storage holds rows of num_envs={self._num_envs}, got num_envs={num_envs}: make "
-                "another storage."
+                f"the storage holds rows of num_envs={self.episodes.num_envs}, got {num_envs}: make "
+                "another."
             )
         self.check_writable()
-        place = Memory(None, self._given_size, num_envs, self._max_entries, self.device)
-        self._num_envs, self.max_size = num_envs, place.index.capacity
-        if self.layout is None:
-            self._take(place)
-        else:
-            self.lay_out(self.layout)
+        layout, before = self.layout, self._place
+        self._take(Memory(None, self._given_size, num_envs, self._max_entries, self.device))
+        before.close()
+        if layout is not None:
+            self._is_fresh = True
+            self.lay_out(layout)
 
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
         """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
@@ -183,19 +185,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
+        sizes = layout, self.max_size, self.episodes.num_envs, self._max_entries
         if self.path is None:
-            sizes = self.max_size, self._num_envs, self._max_entries
-            self._take(Memory(layout, *sizes, self.device))
-            return
-        is_there = self.layout is not None  # without rows
-        self._place.close()
-        self._take(
-            Directory.create(
-                *(self.path, layout, self.max_size, self._num_envs),
-                max_entries=self._max_entries,
-                fresh=self._is_fresh or is_there,
-            )
-        )
+            self._take(Memory(*sizes, self.device))
+        else:
+            self._take(Directory.create(self.path, *sizes, fresh=self._is_fresh))
 
     def share(self) -> None:
         """Moves the rows to memory that other processes share.
@@ -203,6 +197,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             RuntimeError: they are on a GPU or in a directory, or their fields are not known.
         """
+        if not (isinstance(self._place, Memory) and isinstance(self.rows, HostRows)):
+            raise RuntimeError(
+                "rows are shared in memory of the host, once their fields are known: pass fields=, or "
+                "write first; those of a directory are opened to read."
+            )
         self._take(self._place.shared())
 
     @property
@@ -223,27 +222,21 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         self.check_writable()
         index = self.episodes
-        tails = None if index.is_roomy or self._is_warned else index.tails.copy()
-        if len(block.words) <= index.most_steps or block.longest <= index.most_steps:
-            slots, gaps = self.rows.append(block, cuts_gaps=cuts_gaps)
-        else:
-            slots, gaps = self._append_parts(block, cuts_gaps)
-        if self._raw is not None:
-            self._raw[slots[slots >= 0].numpy()] = 0
-        if tails is not None:
+        tails, cursors = index.tails.copy(), index.cursors.copy()
+        parts, gaps = block.parts(index.most_steps), 0
+        for part in parts:
+            slots, more = self.rows.append(part, cuts_gaps=cuts_gaps)
+            gaps += more
+        if len(parts) > 1:
+            slots = self._slots_of(block, cursors[block.which])
+        if index.num_updates[0]:
+            written = slots.numpy()
+            self.priorities[written[written >= 0]] = 0
+        if not (index.is_roomy or self._is_warned):
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
                 self._warn_of_little_room()
         return slots, gaps
-
-    def _append_parts(self, block: Block, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
-        index, most, counts = self.episodes, self.episodes.most_steps, np.diff(block.offsets)
-        steps, gaps = index.cursors[block.which].copy(), 0
-        for done in range(0, block.longest, most):
-            firsts = block.offsets[:-1] + np.minimum(counts, done)
-            ends = block.offsets[:-1] + np.minimum(counts, done + most)
-            gaps += self.rows.append(block.part(firsts, ends), cuts_gaps=cuts_gaps)[1]
-        return self._slots_of(block, steps), gaps
 
     def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
         """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
@@ -312,23 +305,16 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             ValueError, KeyError: the rows are damaged, or of a storage of another size or layout.
         """
         self.check_writable()
-        saved = dumps.parsed(state, self.max_size, self._num_envs)
-        layout = saved.layout
+        layout, lanes = dumps.parsed(state, self.max_size, self.episodes.num_envs)
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
             if own != layout:
-                others = [field for field in layout.fields if field not in own.fields]
-                got = ", ".join(f"{field.key!r}: {field}" for field in others) or "fewer fields"
-                raise ValueError(
-                    f"rows must be those of this storage, got {got:.200}: nothing changed."
-                )
-            sizes = self.max_size, self._num_envs
-            dumps.check(saved, EpisodeIndex(*sizes, stack=layout.frames))
+                raise ValueError(f"rows must be {own}, got {layout}: nothing changed.")
 
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
-            self._take(self._place.replaced(partial(dumps.fill, saved), rest))
+            self._take(self._place.replaced(partial(dumps.fill, lanes), rest))
 
         return adopt
 
@@ -345,9 +331,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         if self.layout is None:
             raise RuntimeError("rows must be written, or their fields be named, before a dump.")
-        saved = dumps.parsed(self.state(), self.max_size, self._num_envs)
-        sizes = path, self.layout, self.max_size, self._num_envs
-        Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, saved), state=rest).close()
+        _, lanes = dumps.parsed(self.state(), self.max_size, self.episodes.num_envs)
+        sizes = path, self.layout, self.max_size, self.episodes.num_envs
+        Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, lanes), state=rest).close()
 
     def loads(self, path: Any) -> None:
         """Adopts the rows that `dumps` saved, once all of them are checked."""
@@ -361,19 +347,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Adopts what `state_dict` returned, once all of it is checked."""
         self.parsed(state_dict)()
 
-    @property
-    def priorities(self) -> np.ndarray:
-        """Raw priorities `[E T]` float32 of the rows; 0, or what can't be one, says that none was set."""
-        if self._raw is None:
-            self._raw = self._place.priorities = np.zeros(self.episodes.capacity, np.float32)
-        return self._raw
-
     def empty(self, keep_steps: int = 0) -> None:
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
         self.check_writable()
         self._place.empty(keep_steps)
-        if self._raw is not None:
-            self._raw[self.episodes.live_slots().numpy()] = 0
+        self.priorities[self.episodes.live_slots().numpy()] = 0
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all."""
@@ -438,7 +416,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
-        own = ("episodes", "rows", "layout", "_raw")
+        own = ("episodes", "rows", "layout", "priorities")
         return {name: it for name, it in Storage.__getstate__(self).items() if name not in own}
 
     def __setstate__(self, state: State) -> None:

@@ -3,7 +3,7 @@
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.frames import FrameStack
-from trl_storages.streams.host_rows import HostRows
+from trl_storages.streams.host_rows import HostRows, room_for
 from trl_storages.streams.layout import Block, Layout
 
-__all__ = ["Arena", "Block", "DeviceRows", "FrameStack", "HostRows", "Layout"]
+__all__ = ["Arena", "Block", "DeviceRows", "FrameStack", "HostRows", "Layout", "room_for"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -37,13 +36,14 @@ class Arena:
     Args:
         shapes: name -> (dtype, shape).
         lane_bytes: how much of the array that is given back is one lane's; 0 if nothing is.
-        file: descriptor of a file to map, which has the arena's size, or gets it; None maps memory.
+        file: descriptor of a file to map, which is empty or has the arena's size; None maps memory.
         writable: whether what is written to the arrays reaches the file, or stays with this process.
         lazy: of a file, names of arrays that have room on the disk as far as it was reserved; all other
             arrays have room at once. None reserves nothing.
 
     Raises:
         OSError: the disk is full.
+        ValueError: the file has another size.
 
     Attributes:
         arrays: the arrays by name.
@@ -62,10 +62,15 @@ class Arena:
     ) -> None:
         self.piece, starts, self.num_bytes = _placed(shapes, lane_bytes)
         self._opened_by: tuple[Any, int] | None = None
-        align, self._is_file = self.piece, file is not None
+        self._is_file = file is not None
         if file is not None:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
+            size = os.fstat(file).st_size
+            if size not in (0, self.num_bytes):
+                raise ValueError(f"the file must have {self.num_bytes:,} bytes, got {size:,}")
+            if not size:
+                os.ftruncate(file, self.num_bytes)
         if lazy is not None and GIVES_BACK:
             for name, (dtype, shape) in shapes.items():
                 if name not in lazy:
@@ -74,8 +79,8 @@ class Arena:
         self._map = self._mapped(file, writable)
         # Pieces of private memory are aligned as addresses, those of a file within it.
         address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self._first = 0 if self._is_file else -address % align
-        self._starts = {name: start + self._first for name, start in starts.items()}
+        first = 0 if self._is_file else -address % self.piece
+        self._starts = {name: start + first for name, start in starts.items()}
         self.arrays = {
             name: np.frombuffer(self._map, dtype, prod(shape), self._starts[name]).reshape(shape)
             for name, (dtype, shape) in shapes.items()
@@ -83,8 +88,6 @@ class Arena:
 
     def _mapped(self, file: int | None, writable: bool) -> mmap.mmap:
         if file is not None:
-            if writable and os.fstat(file).st_size < self.num_bytes:
-                os.ftruncate(file, self.num_bytes)
             if writable:
                 return mmap.mmap(file, self.num_bytes)
             # Compiled loops take arrays that can be written. Pages that are not are those of the file.
@@ -100,31 +103,15 @@ class Arena:
         found.madvise(mmap.MADV_HUGEPAGE if self.piece == _HUGE else mmap.MADV_NOHUGEPAGE)
         return found
 
-    @staticmethod
-    def size_of(shapes: Mapping[str, tuple[Any, tuple[int, ...]]], *, lane_bytes: int) -> int:
-        """Returns the size of a file for such arrays."""
-        return _placed(shapes, lane_bytes)[2]
-
     @classmethod
-    def shared(
-        cls, shapes: Mapping[str, tuple[Any, tuple[int, ...]]], *, lane_bytes: int = 0
-    ) -> Arena:
-        """Returns an arena whose memory forked processes share; it is pickled for spawned ones."""
-        if GIVES_BACK:
-            file = os.memfd_create("trl_storages")
-        else:
-            file, name = tempfile.mkstemp(prefix="trl_storages-")
-            os.unlink(name)
-        try:
-            arena = cls(shapes, lane_bytes=lane_bytes, file=file)
-        finally:
-            os.close(file)
-        arena._opened_by = dict(shapes), lane_bytes
-        return arena
+    def shared(cls, shapes: Any, lane_bytes: int = 0, name: str = "") -> Arena:
+        """Returns an arena whose memory forked processes share; it is pickled for spawned ones.
 
-    @classmethod
-    def _open(cls, shapes: Any, lane_bytes: int, name: str) -> Arena:
-        file = os.open(name, os.O_RDWR)
+        `name` is that of the memory of an arena of another process.
+        """
+        if not GIVES_BACK:
+            return cls(shapes, lane_bytes=lane_bytes)  # what is mapped there is shared
+        file = os.open(name, os.O_RDWR) if name else os.memfd_create("trl_storages")
         try:
             arena = cls(shapes, lane_bytes=lane_bytes, file=file)
         finally:
@@ -133,10 +120,10 @@ class Arena:
         return arena
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._opened_by is None or not GIVES_BACK:
+        if self._opened_by is None:
             raise TypeError("memory can't be pickled unless it is shared, on Linux: fork instead.")
         # Whoever opens it does so while this process lives.
-        return self._open, (*self._opened_by, f"/proc/{os.getpid()}/fd/{self._file}")
+        return self.shared, (*self._opened_by, f"/proc/{os.getpid()}/fd/{self._file}")
 
     def take(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copies arrays of the same names, but for what is zero, which takes no memory."""
@@ -163,15 +150,6 @@ class Arena:
         # Faults that come one by one take longer than the writes.
         with suppress(OSError):
             self._map.madvise(_POPULATE, page, end - page)
-
-    def copy_of(self, name: str) -> np.ndarray:
-        """Returns a copy of an array in a file, which takes no room where the array has none."""
-        array = self.arrays[name]
-        found = np.zeros(array.shape, array.dtype)
-        view, at = found.data.cast("B"), self._starts[name]
-        while view and (read := os.preadv(self._file, [view], at)):
-            view, at = view[read:], at + read
-        return found
 
     def flush(self) -> None:
         """Waits until what was written is on the disk."""

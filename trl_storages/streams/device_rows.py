@@ -68,11 +68,10 @@ class DeviceRows:
         self._entries = torch.zeros(
             num_entries, layout.entry_words, dtype=torch.int64, device=device
         )
-        # What each stream ended with at which cursor, k entries a lane.
+        # What each stream ended with at which cursor, `[E, S]`.
         self._ended_at = np.zeros(index.num_envs, np.int64)
-        ends = index.num_envs * layout.frames, layout.observation_words
-        self._ends = np.zeros(ends, np.int64)
-        self._older = torch.arange(layout.frames - 1, device=device) - (layout.frames - 1)
+        self._ends = np.zeros((index.num_envs, layout.seen_words), np.int64)
+        self._places = torch.from_numpy(layout.places()).to(device)
 
     def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
@@ -96,9 +95,8 @@ class DeviceRows:
 
     def _tips(self, which: np.ndarray) -> np.ndarray:
         """Returns where in `_ends` is what streams end with; -1 if that is not known."""
-        k, cursors = self._layout.frames, self._index.cursors[which]
-        is_known = (cursors > 0) & (self._ended_at[which] == cursors)
-        return np.where(is_known, which * k + k - 1, -1)
+        cursors = self._index.cursors[which]
+        return np.where((cursors > 0) & (self._ended_at[which] == cursors), which, -1)
 
     def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
         """Compares a block on the host with what its streams end with.
@@ -107,10 +105,10 @@ class DeviceRows:
             `[N]` how each row compares, and the last next observation `[S]` of each lane that has rows.
         """
         how, layout = np.empty(len(block.words), np.uint8), self._layout
-        tips = self._tips(block.which)
-        streams.compare(
-            *(self._ends, layout.sizes, layout.frames, tips, block.offsets, block.words, how)
-        )
+        S, (_, _, begin, end, _) = layout.seen_words, layout.sizes
+        # As if all that is seen lay in one entry.
+        sizes, tips = (S, S, begin, end, S), self._tips(block.which)
+        streams.compare(self._ends, sizes, 1, tips, block.offsets, block.words, how)
         last = block.offsets[1:][block.offsets[1:] > block.offsets[:-1]] - 1
         return how, block.words[last, layout.next_word :]
 
@@ -122,16 +120,10 @@ class DeviceRows:
             lanes that have rows, all on the host.
         """
         layout, words, size = self._layout, block.words, len(block.words)
-        S, k, F = layout.seen_words, layout.frames, layout.frame_words
-        begins, has_rows = block.offsets[:-1], block.offsets[1:] > block.offsets[:-1]
-        which, first = block.which[has_rows], begins[has_rows]
+        S, has_rows = layout.seen_words, block.offsets[1:] > block.offsets[:-1]
+        which, first = block.which[has_rows], block.offsets[:-1][has_rows]
         before = words[:, layout.next_word :].roll(1, 0)
-        ends = sent(self._ends, self.device)
-        E = self._index.num_envs
-        older = ends.view(E, k, layout.observation_words)[:, : k - 1, :F].reshape(E, (k - 1) * F)
-        seen = torch.cat([older, ends[k - 1 :: k]], 1)  # [E, S]
-        at = sent(first, self.device)
-        before = before.index_copy(0, at, seen.index_select(0, sent(which, self.device)))
+        before[sent(first, self.device)] = sent(self._ends[which], self.device)
         differs = before != words[:, :S]
         begin, end = layout.sizes[2:4]
         goes_on = ~differs[:, begin:end].any(1)
@@ -147,22 +139,15 @@ class DeviceRows:
 
     def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
         """Keeps what the streams of lanes end with now, `[L, S]`."""
-        layout = self._layout
-        F, k, older = layout.frame_words, layout.frames, (layout.frames - 1) * layout.frame_words
-        for j in range(k - 1):
-            self._ends[which * k + j, :F] = lasts[:, j * F : (j + 1) * F]
-        self._ends[which * k + k - 1] = lasts[:, older:]
-        self._ended_at[which] = self._index.cursors[which]
+        self._ends[which], self._ended_at[which] = lasts, self._index.cursors[which]
 
     def _copy_in(self, words: torch.Tensor, at: torch.Tensor) -> None:
         """Copies rows `[N, row_words]` into their entries."""
-        layout, entries = self._layout, self._entries
-        F, O, k = layout.frame_words, layout.observation_words, layout.frames
-        older, W = (k - 1) * F, layout.entry_words
-        for j in range(k - 1):
-            entries[:, :F].index_copy_(0, at - (k - 1 - j), words[:, j * F : (j + 1) * F])
-        entries.index_copy_(0, at, words[:, older : older + W])
-        entries[:, :O].index_copy_(0, at + 1, words[:, -O:] if O else words[:, :0])
+        self._entries.view(-1)[self._words_of(at)] = words
+
+    def _words_of(self, at: torch.Tensor) -> torch.Tensor:
+        """Returns the words of entries that rows `[B]` are made of, `[B, row_words]`."""
+        return at[:, None] * self._layout.entry_words + self._places
 
     def stored(self, first: int, end: int) -> torch.Tensor:
         """Returns entries `first` to `end` on the host, `[end - first, W]`."""
@@ -170,14 +155,14 @@ class DeviceRows:
 
     def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
         """Copies the entries of a lane from its beginning on; the index knows its steps already."""
-        at, k = lane * self._index.entries_per_lane, self._layout.frames
+        at = lane * self._index.entries_per_lane
         for part in parts:
             self._entries[at : at + len(part)] = part.to(self.device)
             at += len(part)
         if parts:
-            ends = self._entries[at - k : at, : self._layout.observation_words]
-            self._ends[lane * k : (lane + 1) * k] = ends.cpu().numpy()
-        self._ended_at[lane] = self._index.cursors[lane]
+            last = self._words_of(torch.tensor([at - 2], device=self.device))
+            ends = self._entries.view(-1)[last[:, self._layout.next_word :]]
+            self._keep(np.array([lane]), ends.cpu().numpy())
 
     def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the numbers of the entries that rows are in, `[*B]` int64 on the device."""
@@ -192,9 +177,10 @@ class DeviceRows:
         if field.stack is None:
             values = self._column(field).index_select(0, flat).view(field.dtype)
             return values.view(*at.shape, *field.shape)
-        flat = torch.cat([flat[:, None] + self._older, flat[:, None]], 1)
+        k = self._layout.frames
+        flat = flat[:, None] + torch.arange(1 - k, 1, device=self.device)
         frames = self._column(field).index_select(0, flat.view(-1)).view(field.dtype)
-        frames = frames.view(*at.shape, self._layout.frames, *field.frame_shape)
+        frames = frames.view(*at.shape, k, *field.frame_shape)
         return field.stack.stacks(frames, field.shape)
 
     def _column(self, field: Field) -> torch.Tensor:
@@ -210,46 +196,16 @@ class DeviceRows:
         Returns:
             `[B, row_words]` int64.
         """
-        first, layout, entries = sent(at, self.device), self._layout, self._entries
-        parts, after = [entries.index_select(0, first)], first + 1
+        words = self._words_of(sent(at, self.device))
         if last is not at:
-            ends = sent(last, self.device)
-            parts = [
-                parts[0][:, : layout.root_words],
-                entries[:, layout.root_words :].index_select(0, ends),
-            ]
-            after = ends + 1
-        observations = entries[:, : layout.observation_words].index_select(0, after)
-        if layout.frames > 1:
-            return torch.cat(
-                [self._older_frames(first), *parts, self._older_frames(after), observations], 1
-            )
-        return torch.cat([*parts, observations], 1)
+            # From the values of the step under `next` on.
+            begin = self._layout.next_word - self._layout.entry_words + self._layout.root_words
+            words[:, begin:] = self._words_of(sent(last, self.device))[:, begin:]
+        return self._entries.view(-1)[words]
 
-    def _older_frames(self, at: torch.Tensor) -> torch.Tensor:
-        """Returns all frames but the newest of entries `[B]`, `[B, (k - 1) F]`."""
-        frames = self._entries[:, : self._layout.frame_words]
-        before = (at[:, None] + self._older).view(-1)
-        return frames.index_select(0, before).view(len(at), len(self._older) * frames.shape[1])
-
-    def paste(
-        self,
-        rows: torch.Tensor,
-        key: NestedKey,
-        at: torch.Tensor,
-        mask: torch.Tensor,
-        targets: tuple[NestedKey, ...],
-    ) -> bool:
-        """Copies a field of the rows at entries `at` `[B]` into others of gathered rows `[B, *]`.
-
-        Returns:
-            False if their dtypes or shapes differ: then nothing was done.
-        """
-        if self._layout.alike(key, targets) is None:
-            return False
-        mask = sent(mask, self.device)
-        self._layout.fill_where(mask, targets, rows, self.take(key, at))
-        return True
+    def paste(self, *_: Any) -> bool:
+        """Returns False: fields of other rows go beside gathered rows; see `HostRows.paste`."""
+        return False
 
     def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `at` `[B]`."""

@@ -5,16 +5,12 @@ Letters: B any leading shape, k frames a stack.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from tensordict import NestedKey
 
-from trl_storages import arguments
-from trl_storages.keys import next_key
-
-__all__ = ["FrameStack", "stacked_observations"]
+__all__ = ["FrameStack"]
 
 
 @dataclass(frozen=True)
@@ -75,54 +71,3 @@ class FrameStack:
         if (place := self.dim % len(shape)) == 0:
             return frames.reshape(*batch, *shape)
         return frames.movedim(len(batch), len(batch) + place)
-
-
-def stacked_observations(
-    frame_stack: int | Mapping[NestedKey, FrameStack] | None,
-    fields: Mapping[NestedKey, tuple[torch.dtype, Sequence[int]]],
-    others: Collection[NestedKey] = (),
-) -> dict[NestedKey, FrameStack]:
-    """Returns the observations that are stacks of frames.
-
-    Args:
-        frame_stack: by key; or k, for all observations whose first or last dimension has size k.
-        fields: of a transition.
-        others: fields that are not observations.
-
-    Raises:
-        KeyError: no such observation; the message lists the existing ones.
-        ValueError: no observation has k frames, or one has size k in both its first and last dimension.
-    """
-    if frame_stack is None:
-        return {}
-    there = [
-        key for key in fields if key[0] != "next" and next_key(key) in fields and key not in others
-    ]
-    if isinstance(frame_stack, Mapping):
-        if missing := [key for key in frame_stack if key not in there]:
-            raise KeyError(f"frame_stack must name observations, one of {there}, got {missing}.")
-        for key, stack in frame_stack.items():
-            arguments.instance("frame_stack", stack, FrameStack).frame_shape(fields[key][1])
-        return {**frame_stack}
-    frame_stack = arguments.integer("frame_stack", frame_stack, at_least=2)
-    found: dict[NestedKey, FrameStack] = {}
-    for key in there:
-        shape = fields[key][1]
-        dims = [dim for dim in (0, -1) if len(shape) > 1 and shape[dim] == frame_stack]
-        if len(dims) == 2:
-            raise ValueError(
-                f"frame_stack={frame_stack} must say along which dimension frames are stacked, as "
-                f"{key!r} has the shape {list(shape)}: pass frame_stack={{{key!r}: FrameStack("
-                f"{frame_stack}, dim=...)}}."
-            )
-        if dims:
-            found[key] = FrameStack(frame_stack, dims[0])
-    if not found:
-        shapes = {key: list(fields[key][1]) for key in there}
-        raise ValueError(
-            f"frame_stack={frame_stack} must be the first or last of the dimensions of an observation, "
-            f"got {shapes}: wrap an environment that returns single frames, as in "
-            f"gymnasium.wrappers.FrameStackObservation(env, {frame_stack}); for frames of several "
-            "channels pass a mapping from key to FrameStack."
-        )
-    return found

@@ -5,7 +5,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,22 +18,36 @@ from trl_storages.kernels.words import GAP, SAME
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Field, Layout
 
-__all__ = ["HostRows"]
+__all__ = ["HostRows", "room_for"]
 
 # Elements are copied as unsigned words of their size; one of 16 bytes is two words.
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
-_UNMARKED = np.empty((0, checks.NUM_WORDS), np.int64), np.empty(0, np.int64)
+_UNMARKED: Any = np.empty((0, checks.NUM_WORDS), np.int64), np.empty(0, np.int64)
 # Bytes that are reserved ahead at most.
 _AHEAD = 1 << 20
 
 
 class _Elements(NamedTuple):
-    """A field, the entries as words of its size, its first word and its number of words."""
+    """A field, the entries as words of its size, how many entries ahead, where, and how many."""
 
     field: Field
     words: np.ndarray
+    ahead: int
     start: int
     size: int
+
+
+def room_for(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
+    """Returns the arguments of an `Arena` for rows with their index and priorities."""
+    num_entries = index.num_envs * index.entries_per_lane
+    marks = {"marks": (np.int64, (num_entries, checks.NUM_WORDS))} if is_in_file else {}
+    shapes = {
+        **index.table_shapes(),
+        "priorities": (np.float32, (index.capacity,)),
+        **marks,
+        "entries": (np.int64, (num_entries, layout.entry_words)),
+    }
+    return {"shapes": shapes, "lane_bytes": index.entries_per_lane * layout.entry_words * 8}
 
 
 class HostRows:
@@ -55,17 +69,20 @@ class HostRows:
         self.entries = arena.arrays["entries"]
         self._found: dict[NestedKey, _Elements] = {}
         # Where fields that are pasted begin in a row.
-        self._firsts: dict[Any, tuple[np.ndarray, ...]] = {}
+        self._firsts: dict[Any, np.ndarray] = {}
         self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
-        entry_bytes = layout.entry_words * 8
-        self._often = max(index.num_envs * arena.piece // entry_bytes, 1)
+        self._often = max(index.num_envs * arena.piece // (layout.entry_words * 8), 1)
         self._written = 0
-        marks = arena.arrays.get("marks")
         #: The marks and the constants of their checks; none in memory.
         self.marked: tuple[np.ndarray, np.ndarray] = _UNMARKED
-        if marks is not None:
-            self.marked = marks, checks.factors(layout.entry_words, layout.frames)
+        # The arrays that have something for each entry, and how many bytes.
+        self._sizes = {"entries": layout.entry_words * 8}
+        self.is_in_file = "marks" in arena.arrays
+        if self.is_in_file:
+            factors = checks.factors(layout.entry_words, layout.frames)
+            self.marked = arena.arrays["marks"], factors
+            self._sizes["marks"] = checks.NUM_WORDS * 8
             # To give back a part of a file takes milliseconds, whatever its size.
             self._often = max(self._often, index.capacity // 8)
         # For so many entries more there is room on the disk, in each lane.
@@ -81,21 +98,12 @@ class HostRows:
             OSError: the disk is full. Nothing is written then.
         """
         num_rows = len(block.words)
-        if len(self.marked[0]):
+        if self.is_in_file:
             self._reserve(num_rows)
         slots = np.empty(num_rows, np.int64)
         gaps = streams.put(
-            self._index.tables,
-            self.entries,
-            self._layout.sizes,
-            block.which,
-            block.offsets,
-            block.words,
-            block.done,
-            block.cut,
-            cuts_gaps,
-            slots,
-            self.marked,
+            *(self._index.tables, self.entries, self._layout.sizes, *block),
+            *(cuts_gaps, slots, self.marked),
         )
         self._written += num_rows
         if self._written >= self._often:
@@ -109,19 +117,36 @@ class HostRows:
         self._reserved -= need
         if self._reserved >= 0:
             return
-        M, size = index.entries_per_lane, self._layout.entry_words * 8
+        M, size = index.entries_per_lane, self._sizes["entries"]
         some = max(min(_AHEAD, M * size // 16), self._arena.piece) // size
         ahead = min(need + some, M)
         newest = index.where[index.newest_slots()]
         heads = np.where(index.cursors > 0, newest + 2 - np.arange(index.num_envs) * M, 0)
         for lane, head in enumerate(heads.tolist()):
             # With what the stream ends with. At the end of a lane it goes on at the beginning.
-            begin, end = max(head - 1, 0), head + ahead
+            begin, end, base = max(head - 1, 0), head + ahead, lane * M
             for first, last in [(begin, end)] if end <= M else [(begin, M), (0, ahead)]:
-                for name, words in (("entries", size), ("marks", checks.NUM_WORDS * 8)):
-                    start, stop = (lane * M + first) * words, (lane * M + last) * words
-                    self._arena.reserve(name, start, stop)
+                self._for_entries(self._arena.reserve, base + first, base + last)
         self._reserved = ahead - need
+
+    def _give_back(self) -> None:
+        """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
+        index, self._written = self._index, 0
+        T, M = index.steps_per_lane, index.entries_per_lane
+        lanes = np.flatnonzero(index.cursors > 0)
+        oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
+        tails = index.where[lanes * T + oldest % T] - (index.stack - 1)
+        heads = index.where[index.newest_slots()[lanes]] + 2
+        for lane, tail, head in zip(lanes.tolist(), tails.tolist(), heads.tolist(), strict=True):
+            begin, end = lane * M, (lane + 1) * M
+            for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
+                self._for_entries(self._arena.give_back, first, last)
+        self._reserved = 0  # with what lies behind the streams
+
+    def _for_entries(self, act: Callable[[str, int, int], None], first: int, end: int) -> None:
+        """Reserves, or gives back, what entries `first` to `end` take."""
+        for name, size in self._sizes.items():
+            act(name, first * size, end * size)
 
     def stored(self, first: int, end: int) -> torch.Tensor:
         """Returns entries `first` to `end` `[end - first, W]`, which later writes may change."""
@@ -133,77 +158,51 @@ class HostRows:
         Raises:
             OSError: the disk is full.
         """
-        M, size = self._index.entries_per_lane, self._layout.entry_words * 8
+        M = self._index.entries_per_lane
         at = lane * M
-        self._arena.give_back("entries", at * size, (at + M) * size)
-        if is_marked := len(self.marked[0]) > 0:
-            number = sum(map(len, parts))
-            for name, words in (("entries", size), ("marks", checks.NUM_WORDS * 8)):
-                self._arena.reserve(name, at * words, (at + number) * words)
+        if self.is_in_file:
+            self._for_entries(self._arena.reserve, at, at + sum(map(len, parts)))
+        else:
+            self._for_entries(self._arena.give_back, at, at + M)
         for part in parts:
             self.entries[at : at + len(part)] = part.numpy()
             at += len(part)
-        if is_marked and parts:
-            self._mark(lane)
 
-    def _mark(self, lane: int) -> None:
-        """Marks the entries of all steps of a lane that was filled."""
-        index, which = self._index, np.array([lane])
-        slots = lane * index.steps_per_lane + index.steps_in(lane) % index.steps_per_lane
-        at, cursor = index.where[slots], index.cursors[lane]
+    def mark_all(self) -> None:
+        """Marks the entries of all steps, in a file that was filled."""
+        _, steps, slots = self._index.kept()
+        at = self._index.where[slots]
         how = np.full(len(at), GAP, np.uint8)
         how[1:][np.diff(at) == 1] = SAME
-        index.cursors[lane] -= len(at)  # what is marked is not published yet
         checks.mark(
-            *(index.tables, self.entries, self._layout.observation_words, self.marked),
-            *(which, np.array([0, len(at)]), how, at, slots),
+            *(self._index.tables, self.entries, self._layout.observation_words, self.marked),
+            *(how, at, slots, steps),
         )
-        index.cursors[lane] = cursor
-
-    def _give_back(self) -> None:
-        """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
-        index, size = self._index, self._layout.entry_words * 8
-        T, M, self._written = index.steps_per_lane, index.entries_per_lane, 0
-        lanes = np.flatnonzero(index.cursors > 0)
-        oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
-        tails = index.where[lanes * T + oldest % T] - (index.stack - 1)
-        heads = index.where[index.newest_slots()[lanes]] + 2
-        for lane, tail, head in zip(lanes.tolist(), tails.tolist(), heads.tolist(), strict=True):
-            begin, end = lane * M, (lane + 1) * M
-            for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
-                self._arena.give_back("entries", first * size, last * size)
-                if len(self.marked[0]):
-                    words = checks.NUM_WORDS * 8
-                    self._arena.give_back("marks", first * words, last * words)
-        self._reserved = 0  # with what lies behind the streams
 
     def _elements(self, key: NestedKey) -> _Elements:
         """Returns where the elements of a field are in the entries."""
-        field = self._layout.field(key)
-        size = field.dtype.itemsize
-        per_element = 2 if size == 16 else 1
-        words = self._views[_WORDS[size]]
-        start, count = field.start * per_element, field.size * per_element
-        found = self._found[key] = _Elements(field, words, start, count)
+        found = self._found.get(key)
+        if found is None:
+            field = self._layout.field(key)
+            size = field.dtype.itemsize
+            each = 2 if size == 16 else 1
+            places = int(field.is_next), field.start * each, field.size * each
+            found = self._found[key] = _Elements(field, self._views[_WORDS[size]], *places)
         return found
 
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
-        field, words, start, size = self._found.get(key) or self._elements(key)
+        field, words, ahead, start, size = self._elements(key)
         flat = at.numpy().reshape(-1)
         if not len(flat):  # has no strides to be viewed by
             return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
-        if field.is_next:
-            flat = flat + 1
-        if field.stack is None:
-            found = np.empty((len(flat), size), words.dtype)
-            streams.take(words, flat, start, found)
-            return torch.from_numpy(found).view(field.dtype).view(*at.shape, *field.shape)
-        k = self._layout.frames
+        k = self._layout.frames if field.stack else 1
         found = np.empty((len(flat), k, size), words.dtype)
-        streams.take_frames(words, flat, start, k, found)
-        frames = torch.from_numpy(found).view(field.dtype)
-        return field.stack.stacks(frames.view(*at.shape, k, *field.frame_shape), field.shape)
+        streams.take(words, flat, ahead, start, found)
+        values = torch.from_numpy(found).view(field.dtype)
+        if field.stack is None:
+            return values.view(*at.shape, *field.shape)
+        return field.stack.stacks(values.view(*at.shape, k, *field.frame_shape), field.shape)
 
     def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
@@ -236,31 +235,18 @@ class HostRows:
             targets: keys of fields of the same dtype and shape.
 
         Returns:
-            False if there are no such fields: then nothing was done.
+            False if there are no such fields, or they are stacks: then nothing was done.
         """
-        field, elements, start, size = self._found.get(key) or self._elements(key)
-        firsts = self._firsts.get((key, targets)) or self._firsts_of(key, targets)
-        if not firsts:
+        _, elements, ahead, start, size = self._elements(key)
+        firsts = self._firsts.get((key, targets))
+        if firsts is None:
+            found = np.array(self._layout.row_bytes(key, targets), np.int64)
+            firsts = self._firsts[key, targets] = found // elements.itemsize
+        if not len(firsts):
             return False
-        if field.stack is not None:
-            self._layout.fill_where(mask, targets, rows, self.take(key, at))
-            return True
-        source = at.numpy()
-        if field.is_next:
-            source = source + 1
         words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, source, start, mask.numpy(), words, firsts[0], size)
+        streams.paste(elements, at.numpy(), ahead, start, size, mask.numpy(), words, firsts)
         return True
-
-    def _firsts_of(self, key: NestedKey, targets: tuple[NestedKey, ...]) -> tuple[np.ndarray, ...]:
-        """Returns where fields begin in a row, in elements of that of `key`; none if one differs."""
-        _, elements, _, _ = self._found.get(key) or self._elements(key)
-        fields = self._layout.alike(key, targets)
-        if fields is None:
-            return ()
-        firsts = [self._layout.row_byte(it) // elements.itemsize for it in fields]
-        found = self._firsts[key, targets] = (np.array(firsts),)
-        return found
 
     def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `at` `[B]`.
@@ -268,10 +254,10 @@ class HostRows:
         Raises:
             TypeError: the rows are in a file: a power cut could leave a mixture.
         """
-        if len(self.marked[0]):
+        if self.is_in_file:
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
-        field, elements, start, _ = self._found.get(key) or self._elements(key)
+        field, elements, _, start, size = self._elements(key)
         copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
-        streams.rewrite(elements, at.numpy(), start, words)
+        elements[at.numpy(), start : start + size] = words

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,14 +203,6 @@ class Layout:
             raise KeyError(f"the rows have no field {key!r}; they have {there}.")
         return found
 
-    def alike(self, key: NestedKey, others: Sequence[NestedKey]) -> list[Field] | None:
-        """Returns the fields of other keys if all are fields of the dtype and shape of `key`'s."""
-        one = self.field(key)
-        found = [it for it in map(self._by_key.get, others) if it is not None]
-        if any(it.dtype is not one.dtype or it.shape != one.shape for it in found):
-            return None
-        return found if len(found) == len(others) else None
-
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
         return field.at >= self.observation_words * _WORD
@@ -221,6 +211,20 @@ class Layout:
         """Returns the first byte of a field in a row; of a stack, that of its oldest frame."""
         skipped = 0 if field.stack else self._skipped * _WORD
         return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
+
+    def places(self) -> np.ndarray:
+        """Returns which word of the entries each word of a row is, from the first of its entry on."""
+        W, older = self.entry_words, np.arange(1 - self.frames, 0)[:, None] * self.entry_words
+        frames = (older + np.arange(self.frame_words)).reshape(-1)
+        after = np.append(frames, np.arange(self.observation_words)) + W
+        return np.concatenate([frames, np.arange(W), after])
+
+    def row_bytes(self, key: NestedKey, others: Sequence[NestedKey]) -> list[int]:
+        """Returns where fields begin in a row; [] unless they are alike `key`'s, and no stacks."""
+        one, found = self.field(key), [self._by_key.get(it) for it in others]
+        kind = one.dtype, one.shape, None
+        is_alike = all(it and (it.dtype, it.shape, it.stack) == kind for it in (one, *found))
+        return [self.row_byte(it) for it in found if it] if is_alike else []
 
     def check_stacks(self, rows: Any) -> None:
         """Raises a ValueError unless each next stack of rows `[N, row_words]` is its stack moved on."""
@@ -257,18 +261,6 @@ class Layout:
         else:
             self.frames_of(field, rows).copy_(field.stack.frames(values, field.shape))
 
-    def fill_where(
-        self,
-        mask: torch.Tensor,
-        targets: Sequence[NestedKey],
-        rows: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Copies values `[B, *shape]` into fields of some of the rows, `mask` `[B]` bool."""
-        views, chosen = self.views(rows), mask.view(-1, *(1 for _ in values.shape[1:]))
-        for key in targets:
-            self.fill(key, rows, torch.where(chosen, values, views[key]))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self.fields, self.nested) == (
             other.fields,
@@ -288,44 +280,38 @@ class _Views:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._stacks = [field for field in layout.fields if field.stack]
-        plain = sorted((it for it in layout.fields if not it.stack), key=layout.row_byte)
+        self._stacks = [(field, field.stack) for field in layout.fields if field.stack]
+        plain = [it for it in layout.fields if not it.stack]
         self._shapes = [(it.key, it.shape) for it in plain if len(it.shape) != 1]
-        by_dtype = sorted(plain, key=lambda field: str(field.dtype))
-        self._splits = [
-            self._split(dtype, [*fields])
-            for dtype, fields in groupby(by_dtype, key=lambda field: field.dtype)
-        ]
+        self._splits = []
+        for dtype in dict.fromkeys(it.dtype for it in plain):
+            fields = [it for it in plain if it.dtype is dtype]
+            self._splits.append((dtype, *self._parts(dtype, fields)))
 
-    def _split(self, dtype: torch.dtype, fields: Sequence[Field]) -> tuple[Any, ...]:
-        """Returns a dtype, the sizes of the parts of a row, the keys of fields, and what takes these."""
-        sizes, places, end = [], [], 0
-        for field in fields:
-            start = self._layout.row_byte(field) // dtype.itemsize
-            if start > end:
-                sizes.append(start - end)
-            places.append(len(sizes))
-            sizes.append(field.size)
-            end = start + field.size
-        if rest := self._layout.row_words * _WORD // dtype.itemsize - end:
-            sizes.append(rest)
-        names = [field.key for field in fields]
-        # An itemgetter of one place does not return a tuple.
-        taken = (
-            itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
-        )
-        return dtype, sizes, names, taken
+    def _parts(self, dtype: torch.dtype, fields: Sequence[Field]) -> tuple[list[int], list[Any]]:
+        """Returns sizes of the parts of a row, and their keys; None of what is between the fields."""
+        sizes: list[int] = []
+        names: list[Any] = []
+        starts = [self._layout.row_byte(it) // dtype.itemsize for it in fields]
+        end = self._layout.row_words * _WORD // dtype.itemsize
+        for field, start in zip([*fields, None], [*starts, end], strict=True):
+            if rest := start - sum(sizes):
+                sizes.append(rest)
+                names.append(None)
+            if field is not None:
+                sizes.append(field.size)
+                names.append(field.key)
+        return sizes, names
 
     def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         views: dict[NestedKey, torch.Tensor] = {}
-        for dtype, sizes, names, taken in self._splits:
-            parts = rows.view(dtype).split_with_sizes(sizes, -1)
-            views.update(zip(names, taken(parts), strict=True))
+        for dtype, sizes, names in self._splits:
+            views.update(zip(names, rows.view(dtype).split_with_sizes(sizes, -1), strict=True))
+        views.pop(None, None)
         for key, shape in self._shapes:
             views[key] = views[key].view(*rows.shape[:-1], *shape)
-        for field in self._stacks:
-            frames = self._layout.frames_of(field, rows)
-            views[field.key] = field.stack.stacks(frames, field.shape)  # type: ignore[union-attr]
+        for field, stack in self._stacks:
+            views[field.key] = stack.stacks(self._layout.frames_of(field, rows), field.shape)
         return views
 
 
@@ -338,31 +324,21 @@ def nest(
     """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
     tensors = [*fields.values()]
     made: list[TensorDict] = []
-    for node in _tree_of(tuple(fields), nested):
-        source: dict[str, Any] = dict(
-            zip(node.names, map(tensors.__getitem__, node.places), strict=True)
-        )
-        for name, place in node.nested:
+    for names, places, below, further in _tree_of(tuple(fields), nested):
+        source: dict[str, Any] = dict(zip(names, map(tensors.__getitem__, places), strict=True))
+        for name, place in below:
             source[name] = made[place]
-        size = batch + node.further if node.further else batch
-        made.append(new_tensordict(source, size, device))
+        made.append(new_tensordict(source, batch + further if further else batch, device))
     return made[-1]
 
 
-class _Node(NamedTuple):
-    """The entries of a TensorDict: tensors and nested TensorDicts, by their places in two lists."""
-
-    names: Sequence[str]
-    places: Sequence[int]
-    nested: Sequence[tuple[str, int]]
-    further: torch.Size
-    """Batch dimensions beyond those of the outermost TensorDict."""
-
-
 @lru_cache(maxsize=1024)
-def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
-    """Returns the TensorDicts that hold tensors under these keys, nested ones first."""
-    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(names))
+def _tree_of(keys_of: tuple[NestedKey, ...], nested: Nested) -> list[tuple[Any, ...]]:
+    """Returns the TensorDicts that hold tensors under these keys, nested ones first.
+
+    Of each: names and places of its tensors, names and places of nested ones, and its further sizes.
+    """
+    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(keys_of))
     sizes, nodes = dict(nested), []
 
     def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
@@ -370,7 +346,7 @@ def _tree_of(names: tuple[NestedKey, ...], nested: Nested) -> list[_Node]:
         below = [
             (name, add(it, (*path, name))) for name, it in entries.items() if isinstance(it, dict)
         ]
-        nodes.append(_Node([*leaves], [*leaves.values()], below, sizes.get(path, torch.Size([]))))
+        nodes.append(([*leaves], [*leaves.values()], below, sizes.get(path)))
         return len(nodes) - 1
 
     add(tree, ())
@@ -413,18 +389,20 @@ class Block(NamedTuple):
     done: Any
     cut: Any
 
-    @property
-    def longest(self) -> int:
-        """The largest number of rows of a lane."""
-        return int(np.diff(self.offsets).max(initial=0))
+    def parts(self, most: int) -> list[Block]:
+        """Returns the block in parts of at most `most` rows a lane."""
+        counts = np.diff(self.offsets)
+        if len(self.words) <= most or (longest := int(counts.max())) <= most:
+            return [self]
+        firsts = [self.offsets[:-1] + np.minimum(counts, done) for done in range(0, longest, most)]
+        ends = [*firsts[1:], self.offsets[1:]]
+        return [self._part(*pair) for pair in zip(firsts, ends, strict=True)]
 
-    def part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
+    def _part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
         """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
-        counts = ends - firsts
-        offsets = np.concatenate([[0], counts.cumsum()])
-        if len(self.which) == 1:
-            rows: Any = slice(int(firsts[0]), int(ends[0]))
-        else:
+        offsets = np.append(0, (ends - firsts).cumsum())
+        rows: Any = slice(int(firsts[0]), int(ends[0]))
+        if len(firsts) > 1:
             rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
             if isinstance(self.words, torch.Tensor):
                 rows = torch.from_numpy(rows).to(self.words.device)

@@ -15,7 +15,7 @@ from tensordict import NestedKey
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, unit_interval
 from trl_storages.functional import return_dtype
-from trl_storages.kernels import folds
+from trl_storages.kernels import draws
 from trl_storages.packed import RowView
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
@@ -165,7 +165,7 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
             rewards = rewards.double()
         flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
         total = np.empty(flat.shape[1:], flat.dtype)
-        folds.fold(flat, lengths.numpy(), discounts(len(flat), discount).numpy(), total)
+        draws.fold(flat, lengths.numpy(), discounts(len(flat), discount).numpy(), total)
         folded = torch.from_numpy(total).view(rewards.shape[1:])
         return folded if folded.dtype is dtype else folded.to(dtype)
     values = rewards.reshape(*rewards.shape[:2], -1)
