@@ -1,32 +1,20 @@
-"""What a storage must hold and draw, as slow Python over lists of transitions."""
+"""What a storage must hold, draw and fold, as slow Python over lists of transitions.
+
+Letters: N steps, G goal size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-from contract.steps import Transition
+import torch
+from contract.steps import Transition, assert_same, ids_of, reward_fn, rows
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
-__all__ = ["Fold", "Model", "Row"]
+__all__ = ["Model", "assert_folded", "assert_folds", "folded"]
 
-
-class Row(NamedTuple):
-    """A transition that was written."""
-
-    step: Transition
-    lane: int
-    #: Unique over all lanes and all time.
-    episode: int
-
-
-class Fold(NamedTuple):
-    """What a transition becomes together with those after it."""
-
-    #: The last of them, whose next observation and flags are seen.
-    last: Row
-    num_steps: int
-    reward: float
-    is_terminated: bool
+Steps = list[Transition]
 
 
 class Model:
@@ -36,139 +24,197 @@ class Model:
         lanes: how many there are.
         num_steps: how many steps each keeps.
         on_gap: whether a row that does not continue the row before begins an episode: "cut", "ignore".
+
+    Attributes:
+        lanes: all steps that each ever got, also those that gave way.
     """
 
     def __init__(self, lanes: int, num_steps: int, on_gap: str = "cut") -> None:
         self.num_steps, self.on_gap = num_steps, on_gap
-        self.lanes: list[list[Row]] = [[] for _ in range(lanes)]
-        self._begun: list[int] = []  # the id of each episode's first step
+        self.lanes: list[Steps] = [[] for _ in range(lanes)]
+        self._steps: dict[int, Transition] = {}
+        #: The first step of the episode of each step, by their ids.
+        self._first: dict[int, int] = {}
+        self._emptied = [0] * lanes
         self._trajectories: list[int | None] = [None] * lanes
         self._cut = [False] * lanes
-        self._unsure = [False] * lanes
 
     # Writing
 
-    def write(self, lane: int, step: Transition, trajectory: int | None = None) -> None:
-        """Writes a step, and evicts the oldest one that there is no room for."""
+    def add(self, step: Transition, trajectory: int | None = None) -> None:
+        """Adds a step that was written; the oldest one that there is no room for gives way."""
+        lane = step.lane
         before = self.lanes[lane][-1] if self.is_open(lane) else None
-        may_jump = self.on_gap == "ignore" and not self._unsure[lane]
         goes_on = (
             before is not None
-            and (before.step.id + 1 == step.id or may_jump)
+            and (before.id + 1 == step.id or self.on_gap == "ignore")
             and self._trajectories[lane] == trajectory
         )
-        if not goes_on:
-            self._begun.append(step.id)
-        episode = before.episode if goes_on and before else len(self._begun) - 1
-        self.lanes[lane] = [*self.lanes[lane], Row(step, lane, episode)][-self.num_steps :]
-        self._cut[lane] = self._unsure[lane] = False
+        self._first[step.id] = self._first[before.id] if before and goes_on else step.id
+        self._steps[step.id] = step
+        self.lanes[lane].append(step)
+        self._cut[lane] = False
         self._trajectories[lane] = trajectory
 
     def is_open(self, lane: int) -> bool:
         """Whether the episode of the lane may go on."""
-        rows = self.lanes[lane]
-        return bool(rows) and not rows[-1].step.end and not self._cut[lane]
+        steps = self.lanes[lane]
+        return len(steps) > self._emptied[lane] and not steps[-1].end and not self._cut[lane]
 
-    def end_episodes(self, lanes: Sequence[int]) -> None:
+    def cut(self, lanes: Sequence[int]) -> None:
         """Lets the next step of each lane begin an episode."""
         for lane in lanes:
             self._cut[lane] = True
 
     def empty(self, keep_steps: int = 0) -> None:
         """Forgets all but the last steps of each lane."""
-        self.lanes = [rows[max(len(rows) - keep_steps, 0) :] for rows in self.lanes]
+        for lane, steps in enumerate(self.lanes):
+            self._emptied[lane] = len(steps) - min(keep_steps, len(self.live_of(lane)))
 
-    def resume(self) -> None:
-        """After a load an episode goes on only with its last observation."""
-        self._unsure = [True] * len(self.lanes)
+    # What is there
 
-    # Reading
+    def live_of(self, lane: int) -> Steps:
+        """The steps of a lane, oldest first."""
+        steps = self.lanes[lane]
+        return steps[max(len(steps) - self.num_steps, self._emptied[lane]) :]
 
-    @property
-    def live(self) -> dict[int, Row]:
-        """Each row by the id of its observation."""
-        return {row.step.id: row for rows in self.lanes for row in rows}
+    def live(self) -> Steps:
+        """The steps of all lanes."""
+        return [step for lane in range(len(self.lanes)) for step in self.live_of(lane)]
 
-    def episode(self, row: Row) -> list[Row]:
-        """What is left of the row's episode."""
-        return [other for other in self.lanes[row.lane] if other.episode == row.episode]
-
-    def begins(self, row: Row) -> bool:
-        """Whether its episode begins with the row."""
-        return self._begun[row.episode] == row.step.id
-
-    def whole_episodes(self) -> list[list[Row]]:
-        """The episodes that have ended and lost no row."""
-        first = [row for row in self.live.values() if self.begins(row)]
-        return [rows for row in first if (rows := self.episode(row))[-1].step.end]
-
-    def goals(self, row: Row, strategy: str) -> list[Row]:
-        """The rows that may lend the row their goal."""
-        episode = self.episode(row)
-        onward = [other for other in episode if other.step.id >= row.step.id]
-        return {
-            "future": onward,
-            "geometric": onward,
-            "final": episode[-1:],
-            "episode": episode,
-            "random": list(self.live.values()),
-            "current": [row],
-        }[strategy]
-
-    def fold(
-        self,
-        row: Row,
-        n_step: int,
-        discount: float,
-        goal: int | None = None,
-        *,
-        ends_at_goal: bool = False,
-    ) -> Fold:
-        """Adds up the rewards of a row and those after it.
-
-        Args:
-            row: the first.
-            n_step: how many at most.
-            discount: of a step.
-            goal: the id that hindsight asks for; None leaves rewards and flags as they are.
-            ends_at_goal: whether a goal that is reached ends the window.
-        """
-        reward, is_terminated = 0.0, False
-        onward = [other for other in self.episode(row) if other.step.id >= row.step.id][:n_step]
-        for number, (step, *_) in enumerate(onward):
-            wanted, kind = (step.first, -1) if goal is None else (goal, 1)
-            reward += discount**number * _reward(step.id, wanted, kind)
-            is_terminated = step.end == "terminated"
-            if goal is not None and ends_at_goal:
-                is_terminated = (step.id + 1 + goal + 2) % 4 == 0
-            if is_terminated:
+    def newest(self, count: int) -> Steps:
+        """The newest w steps of each lane, w the smallest with which they are `count`."""
+        lanes = [self.live_of(lane) for lane in range(len(self.lanes))]
+        for w in range(self.num_steps + 1):
+            steps = [step for lane in lanes for step in lane[max(len(lane) - w, 0) :]]
+            if len(steps) >= count:
                 break
-        return Fold(onward[number], number + 1, reward, is_terminated)
+        return steps
 
-    def sequence(
-        self, anchor: Row, burn_in: int, onward: int, boundary: str
-    ) -> tuple[list[Row], list[bool]]:
-        """The rows of a sequence around a row, and which of them are no padding."""
-        rows = self.lanes[anchor.lane] if boundary == "cross" else self.episode(anchor)
-        at = rows.index(anchor)
+    def named(self, ids: Sequence[int]) -> Steps:
+        """The steps with these ids."""
+        return [self._steps[number] for number in ids]
+
+    def of(self, batch: TensorDictBase) -> Steps:
+        """The steps that a batch holds."""
+        return self.named(ids_of(batch).flatten().tolist())
+
+    def reaching(self, goals: Tensor) -> Steps:
+        """The steps that led to these achieved goals, [N, 2]."""
+        assert (goals[:, 1] == 1).all()
+        return self.named([int(number) - 1 for number in goals[:, 0].tolist()])
+
+    def begins(self, step: Transition) -> bool:
+        """Whether its episode begins with the step."""
+        return self._first[step.id] == step.id
+
+    def episode(self, step: Transition) -> Steps:
+        """The live steps of its episode, oldest first."""
+        first = self._first[step.id]
+        return [other for other in self.live_of(step.lane) if self._first[other.id] == first]
+
+    def onward(self, step: Transition) -> Steps:
+        """It and the live steps that follow in its episode."""
+        return [other for other in self.episode(step) if other.id >= step.id]
+
+    def whole_episodes(self) -> dict[int, Steps]:
+        """The episodes that have ended and lost no step, by the ids of their first ones."""
+        found = {step.id: self.episode(step) for step in self.live() if self.begins(step)}
+        return {number: steps for number, steps in found.items() if steps[-1].end}
+
+    def goals(self, step: Transition, strategy: str) -> Steps:
+        """The steps whose outcome may be the goal of `step`."""
+        match strategy:
+            case "random":
+                return self.live()
+            case "episode":
+                return self.episode(step)
+            case "final":
+                return self.onward(step)[-1:]
+            case "current":
+                return [step]
+        return self.onward(step)
+
+    def window(
+        self, step: Transition, burn_in: int, onward: int, boundary: str
+    ) -> tuple[Steps, list[bool]]:
+        """A sequence: the steps around this one, and which are valid; others are repeated."""
+        steps = self.live_of(step.lane) if boundary == "cross" else self.episode(step)
+        at, last = steps.index(step), len(steps) - 1
         if boundary == "fit":
-            # As many onward as there can be, then before; the nearest such place.
+            # As much ahead as there can be; then as much behind; then as near as can be.
             at = max(
-                range(len(rows)),
-                key=lambda place: (
-                    min(len(rows) - place, onward),
-                    min(place, burn_in),
-                    -abs(place - at),
-                    place,
-                ),
-            )
+                (min(last - n + 1, onward), min(n, burn_in), -abs(n - at), n)
+                for n in range(last + 1)
+            )[-1]
         wanted = range(at - burn_in, at + onward)
-        return (
-            [rows[min(max(place, 0), len(rows) - 1)] for place in wanted],
-            [0 <= place < len(rows) for place in wanted],
-        )
+        return [steps[min(max(n, 0), last)] for n in wanted], [0 <= n <= last for n in wanted]
 
 
-def _reward(number: int, goal: int, kind: int) -> float:
-    """As `steps.reward_fn`, of the step with this id, for the goal of this id and kind."""
-    return (3 * (number + 1 + 1) + 7 * (goal + kind) + number // 3) % 1021 / 8
+def folded(
+    windows: Sequence[Steps],
+    discount: float,
+    goals: Sequence[Tensor | None] | None = None,
+    terminated_fn: Callable[..., Tensor] | None = None,
+    layout: str = "goals",
+) -> tuple[TensorDict, list[int]]:
+    """What n-step returns make of steps.
+
+    Args:
+        windows: N, each of a step and those that follow it, as many as may be folded.
+        discount: of a step.
+        goals: [G] for each window, which hindsight asks for; None leaves rewards and flags as they are.
+        terminated_fn: says where such a goal is reached, which ends the window.
+        layout: of the rows.
+
+    Returns:
+        the rows [N], and how many steps each is folded of.
+    """
+    found, lengths = [], []
+    for window, goal in zip(windows, goals or [None] * len(windows), strict=True):
+        each = rows(window, layout)
+        if goal is not None:
+            each["desired_goal"] = each["next", "desired_goal"] = goal.expand(len(window), -1)
+            seen = each["next", "achieved_goal"], each["desired_goal"], each
+            each["next", "reward"] = reward_fn(*seen).unsqueeze(1)
+            if terminated_fn is not None:
+                each["next", "terminated"] = terminated_fn(*seen).unsqueeze(1)
+                each["next", "done"] = each["next", "terminated"] | each["next", "truncated"]
+        total, m = 0.0, 0
+        columns = each["next", "reward"].flatten(), each["next", "terminated"].flatten()
+        for reward, is_over in zip(*(column.tolist() for column in columns), strict=True):
+            total, m = total + discount**m * reward, m + 1
+            if is_over:
+                break
+        row = each[0].clone()
+        row["next"] = each["next"][m - 1].clone()
+        row["next", "reward"] = torch.tensor([total])
+        found.append(row)
+        lengths.append(m)
+    return torch.stack(found), lengths
+
+
+def assert_folds(batch: TensorDictBase, expected: TensorDict, lengths: list[int]) -> None:
+    """A batch is what was folded, bit for bit but for rewards."""
+    reward = expected["next", "reward"]
+    torch.testing.assert_close(batch["next", "reward"], reward, rtol=1e-6, atol=1e-5)
+    assert_same(batch, expected.exclude(("next", "reward")))
+    if "steps_to_next_obs" in batch:
+        assert batch["steps_to_next_obs"].tolist() == [[m] for m in lengths]
+
+
+def assert_folded(
+    batch: TensorDictBase,
+    model: Model,
+    n_step: int = 1,
+    discount: float = 1.0,
+    terminated_fn: Callable[..., Tensor] | None = None,
+    layout: str = "goals",
+) -> None:
+    """Each row of a batch is folded of what follows in its episode, with the goal that it was given."""
+    windows = [model.onward(step)[:n_step] for step in model.of(batch)]
+    goals: list[Tensor | None] = [None] * len(windows)
+    if "her_mask" in batch:
+        new = batch["her_mask"].tolist()
+        goals = [goal if it else None for goal, it in zip(batch["desired_goal"], new, strict=True)]
+    assert_folds(batch, *folded(windows, discount, goals, terminated_fn, layout))

@@ -318,6 +318,7 @@ DUMPS = {
     "an empty folder": (new_folder, FileNotFoundError),
     "a number": (lambda: 5, TypeError),
     "another number of lanes": (lambda: dump_of("all", lanes=3, size=24), ValueError),
+    "another size": (lambda: dump_of("all", lanes=2, size=26), ValueError),
     "one lane": (lambda: dump_of("all", size=24), ValueError),
     "other observations": (lambda: dump_of("all", layout="mixed", lanes=2, size=24), BAD),
     "no priorities": (lambda: dump_of("hindsight", lanes=2, size=24), (KeyError, *BAD)),
@@ -333,7 +334,8 @@ def test_dumps_that_do_not_fit(pair, made, error):
 
 
 def test_states_that_do_not_fit(pair):
-    states = [{}, 5, make("all", lanes=3, size=24).state_dict()]
+    others = {"lanes": 3}, {"lanes": 2, "layout": "mixed"}, {"lanes": 2, "size": 26}
+    states = [{}, 5, *(make("all", **{"size": 24, **it}).state_dict() for it in others)]
     states.append({**pair.twin.state_dict(), "unknown": 1})
     whole = pair.twin.state_dict()
     states += [{name: whole[name] for name in whole if name != key} for key in whole]
@@ -373,16 +375,7 @@ OPENS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        pytest.param(
-            *entry,
-            id=name,
-        )
-        for name, entry in OPENS.items()
-    ],
-)
+@pytest.mark.parametrize(("call", "error"), OPENS.values(), ids=OPENS)
 def test_directories_that_do_not_fit(call, error):
     path = new_folder() / "rows"
     storage = make(place="directory", path=path, size=24)
@@ -395,18 +388,6 @@ def test_directories_that_do_not_fit(call, error):
     storage = make(place="directory", path=path, size=24)
     assert len(storage) == 7
     storage.close()
-
-
-def test_a_directory_has_one_writer():
-    path = new_folder() / "rows"
-    storage = make(place="directory", path=path, size=24)
-    storage.extend(rows(Player().play([4], 3)))
-    storage.flush()
-    files = files_of(path)
-    with pytest.raises(RuntimeError, match="writ"):
-        make(place="directory", path=path, size=24)
-    assert files_of(path) == files
-    assert len(storage) == 7
 
 
 # Constructors

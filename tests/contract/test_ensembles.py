@@ -15,13 +15,11 @@ GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, librar
 class TestEnsembles:
     def members(self, place="memory", **parts):
         storages = [assemble(40, seed=seed, place=place, **parts) for seed in (1, 2)]
-        lanes = [Lanes(40), Lanes(40)]
-        lanes[1].players = [Player(5)]
-        lanes[0].write(storages[0], [ends([5, 5, 5])])
-        # Another environment, in the first lane of its own storage.
-        steps = Player(5).play([9, 9])
-        storages[1].extend(rows(steps))
-        return storages, [lanes[0].live(), steps]
+        # Each environment is in the first lane of its own storage.
+        steps = [Player().play([5, 5, 5]), Player(5).play([9, 9])]
+        for storage, its in zip(storages, steps, strict=True):
+            storage.extend(rows(its))
+        return storages, steps
 
     @pytest.mark.parametrize(
         ("shares", "batch_size", "counts"),

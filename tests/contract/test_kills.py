@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from contract.make import DISCOUNT, make
-from contract.model import Model
-from contract.steps import Transition, assert_same, ids_of, rows
+from contract.model import Model, assert_folded
+from contract.steps import Transition
 from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
 
 pytestmark = [
@@ -37,18 +37,9 @@ def check_draws(storage, lanes: list[list[Transition]]) -> None:
         assert not storage.can_sample()
         return
     model = Model(LANES, max(len(steps) for steps in lanes))
-    for lane, steps in enumerate(lanes):
-        for step in steps:
-            model.write(lane, step)
-    batch = storage.sample(32)
-    drawn = [model.live[number] for number in ids_of(batch).tolist()]
-    folds = [model.fold(row, 3, DISCOUNT) for row in drawn]
-    wanted = rows([row.step for row in drawn])
-    wanted["next"] = rows([fold.last.step for fold in folds])["next"].exclude("reward")
-    assert_same(batch, wanted)
-    rewards = torch.tensor([[fold.reward] for fold in folds])
-    assert torch.allclose(batch["next", "reward"], rewards, rtol=1e-6, atol=0)
-    assert batch["steps_to_next_obs"].flatten().tolist() == [fold.num_steps for fold in folds]
+    for step in [step for steps in lanes for step in steps]:
+        model.add(step)
+    assert_folded(storage.sample(32), model, 3, DISCOUNT)
 
 
 def next_start(lanes: list[list[Transition]]) -> int:

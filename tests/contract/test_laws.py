@@ -8,8 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from contract.lanes import HISTORIES, Lanes, ends, fold
+from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import PLACES, assemble, library, make
+from contract.model import folded
 from contract.steps import ids_of, reward_fn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -752,22 +753,20 @@ class TestSequences:
         for line, value, found, known in zip(batch, values, target, mask, strict=True):
             steps, valid = lanes.of(line)[2:], line["validity_mask"][2:].tolist()
             for at in range(3):
-                folded, m = fold(lanes.onward(steps[at]), n_step, 0.5)
-                after = next(
-                    (
-                        n
-                        for n in range(at + 1, len(steps))
-                        if steps[n].id == steps[at].id + m
-                        and steps[n].first == steps[at].first
-                        and valid[n]
-                    ),
-                    None,
-                )
-                is_over = bool(folded["next", "terminated"])
-                assert bool(known[at]) == (valid[at] and (is_over or after is not None))
+                window = lanes.onward(steps[at])[:n_step]
+                (row,), (m,) = folded([window], 0.5)
+                is_over = bool(row["next", "terminated"])
+                # Values of those steps of the sequence that come right behind the window.
+                after = [
+                    value[n].item()
+                    for n in range(at + 1, len(steps))
+                    if valid[n] and steps[n].id == steps[at].id + m
+                    if steps[n].first == steps[at].first
+                ]
+                assert bool(known[at]) == (valid[at] and (is_over or bool(after)))
                 if known[at]:
-                    expected = folded["next", "reward"].item()
-                    expected += 0 if is_over else 0.5**m * value[after].item()
+                    expected = row["next", "reward"].item()
+                    expected += 0 if is_over else 0.5**m * after[0]
                     assert found[at].item() == pytest.approx(expected)
 
     @pytest.mark.requirement("per-sequence")

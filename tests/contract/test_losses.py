@@ -7,8 +7,9 @@ unless that is terminal.
 
 import pytest
 import torch
-from contract.lanes import HISTORIES, Lanes, ends, fold
+from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import assemble, library
+from contract.model import assert_folded
 from contract.steps import reward_fn, terminated_fn
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -102,13 +103,13 @@ def test_targets_equal_a_plain_loop(name, history, n_step):
         transform=[relabel, library.NStep(n_step, GAMMA)],
     )
     lanes = history.write(storage)
-    batch, expected = storage.sample(48), []
-    for i, step in enumerate(lanes.of(batch)):
-        goal = batch["desired_goal"][i] if batch["her_mask"][i] else None
-        folded, m = fold(lanes.onward(step), n_step, GAMMA, goal, terminated_fn)
-        target = folded["next", "reward"].item()
-        if not folded["next", "terminated"]:
-            target += GAMMA**m * value(folded["next", "observation"]).item()
+    batch = storage.sample(48)
+    assert_folded(batch, lanes, n_step, GAMMA, terminated_fn)
+    expected = []
+    for row in batch:
+        target, m = row["next", "reward"].item(), row["steps_to_next_obs"].item()
+        if not row["next", "terminated"]:
+            target += GAMMA**m * value(row["next", "observation"]).item()
         expected.append(target)
     torch.testing.assert_close(targets(name, batch), torch.tensor(expected), rtol=1e-5, atol=1e-2)
 

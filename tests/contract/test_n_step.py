@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from contract.lanes import HISTORIES, Lanes, assert_folded, ends
+from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import assemble, library
+from contract.model import assert_folded
 from contract.steps import reward_fn, terminated_fn
 from tensordict import TensorDict
 

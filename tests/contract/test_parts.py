@@ -20,8 +20,7 @@ each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTOR
 @pytest.mark.requirement("devices")
 class TestSeeds:
     @pytest.mark.parametrize(
-        "kind",
-        ["uniform", "recency", "hindsight", "prioritized", "all"],
+        "kind", ["uniform", "n-step", "recency", "hindsight", "prioritized", "all"]
     )
     def test_the_same_batches_in_every_place(self, kind):
         """Of one seed, also after priorities were handed back."""
@@ -124,11 +123,7 @@ class TestLiveParameters:
 def test_whole_episodes_are_drawn_uniformly(history):
     storage = assemble(history.size, history.lanes)
     lanes = history.write(storage)
-    whole = {
-        step.id: lanes.onward(step)
-        for step in lanes.live()
-        if step.id == step.first and lanes.onward(step)[-1].end
-    }
+    whole = lanes.whole_episodes()
     if not whole:
         with pytest.raises(RuntimeError, match="finished"):
             storage.sample_episodes(3)

@@ -117,12 +117,6 @@ def test_a_phase_of_recency_goes_on(place):
         assert_same(train(again), train(storage))
 
 
-def test_a_dump_that_is_not_there(tmp_path, place):
-    storage, _ = written("uniform", place, 7)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        storage.loads(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize("kind", ["uniform", "all"])
 def test_a_directory_that_is_closed_goes_on(kind, tmp_path):
     storage = storage_of(kind, "directory", path=tmp_path)
@@ -135,55 +129,6 @@ def test_a_directory_that_is_closed_goes_on(kind, tmp_path):
             assert_same(train(storage), train(stays))
         storage.close()
         storage = storage_of(kind, "directory", seed=9, path=tmp_path)
-
-
-@pytest.mark.requirement("devices")
-@pytest.mark.parametrize("kind", ["uniform", "n-step", "hindsight", "prioritized", "all"])
-def test_one_seed_draws_the_same_everywhere(kind, place):
-    batches = []
-    for where in ("memory", place):
-        storage, players = written(kind, where, 7)
-        go_on(storage, players, 8)
-        batches.append([train(storage) for _ in range(20)])
-    for batch, other in zip(*batches, strict=True):
-        assert_same(batch, other)
-
-
-def contents(storage: Any, place: str) -> Any:
-    """All that a user can compare: rows, counts and what is drawn next, by a copy."""
-    handed_over(storage, later := storage_of("all", place, seed=9))
-    return storage[:], len(storage), [train(later) for _ in range(3)]
-
-
-def assert_unchanged(before: Any, storage: Any, place: str) -> None:
-    after = contents(storage, place)
-    assert before[1] == after[1]
-    for batch, other in [(before[0], after[0]), *zip(before[2], after[2], strict=True)]:
-        assert_same(other, batch)
-
-
-@pytest.mark.requirement("refused-is-unchanged")
-@pytest.mark.parametrize("other", ["size", "lanes", "layout", "sampler"])
-def test_a_state_of_another_storage_is_refused(other, place):
-    options = {
-        "size": {"size": LANES * STEPS + 2},
-        "lanes": {"lanes": 3},
-        "layout": {"layout": "mixed"},
-        "sampler": {},
-    }[other]
-    source = storage_of("uniform" if other == "sampler" else "all", place, **options)
-    write(
-        source,
-        [Player(lane).play([3, 2]) for lane in range(options.get("lanes", LANES))],
-        options.get("layout", "goals"),
-    )
-    storage, _ = written("all", place, 17)
-    before, folder, state = contents(storage, place), new_folder(), source.state_dict()
-    source.dumps(folder)
-    for load in (lambda: storage.load_state_dict(state), lambda: storage.loads(folder)):
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            load()
-        assert_unchanged(before, storage, place)
 
 
 class Bomb:
