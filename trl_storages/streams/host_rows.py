@@ -37,6 +37,23 @@ class _Elements(NamedTuple):
     size: int
 
 
+class _Places(dict[NestedKey, _Elements]):
+    """Where the elements of each field are in the entries, once it was asked for."""
+
+    def __init__(self, layout: Layout, entries: np.ndarray) -> None:
+        super().__init__()
+        self._layout = layout
+        self._views = {dtype: entries.view(dtype) for dtype in set(_WORDS.values())}
+
+    def __missing__(self, key: NestedKey) -> _Elements:
+        field = self._layout.field(key)
+        size = field.dtype.itemsize
+        each = 2 if size == 16 else 1
+        places = int(field.is_next), field.start * each, field.size * each
+        found = self[key] = _Elements(field, self._views[_WORDS[size]], *places)
+        return found
+
+
 def room_for(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
     """Returns the arguments of an `Arena` for rows with their index and priorities."""
     num_entries = index.num_envs * index.entries_per_lane
@@ -67,10 +84,9 @@ class HostRows:
         self.entries_of = index.entries_of
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
-        self._found: dict[NestedKey, _Elements] = {}
+        self._elements = _Places(layout, self.entries)
         # Where fields that are pasted begin in a row.
         self._firsts: dict[Any, np.ndarray] = {}
-        self._views = {dtype: self.entries.view(dtype) for dtype in set(_WORDS.values())}
         # Memory is given back after so many rows, when each lane may have left a piece.
         self._often = max(index.num_envs * arena.piece // (layout.entry_words * 8), 1)
         self._written = 0
@@ -179,20 +195,9 @@ class HostRows:
             *(how, at, slots, steps),
         )
 
-    def _elements(self, key: NestedKey) -> _Elements:
-        """Returns where the elements of a field are in the entries."""
-        found = self._found.get(key)
-        if found is None:
-            field = self._layout.field(key)
-            size = field.dtype.itemsize
-            each = 2 if size == 16 else 1
-            places = int(field.is_next), field.start * each, field.size * each
-            found = self._found[key] = _Elements(field, self._views[_WORDS[size]], *places)
-        return found
-
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
-        field, words, ahead, start, size = self._elements(key)
+        field, words, ahead, start, size = self._elements[key]
         flat = at.numpy().reshape(-1)
         if not len(flat):  # has no strides to be viewed by
             return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
@@ -237,7 +242,7 @@ class HostRows:
         Returns:
             False if there are no such fields, or they are stacks: then nothing was done.
         """
-        _, elements, ahead, start, size = self._elements(key)
+        _, elements, ahead, start, size = self._elements[key]
         firsts = self._firsts.get((key, targets))
         if firsts is None:
             found = np.array(self._layout.row_bytes(key, targets), np.int64)
@@ -256,7 +261,7 @@ class HostRows:
         """
         if self.is_in_file:
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
-        field, elements, _, start, size = self._elements(key)
+        field, elements, _, start, size = self._elements[key]
         copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
