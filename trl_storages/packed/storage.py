@@ -221,29 +221,30 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
         self.check_writable()
-        index = self.episodes
-        tails, cursors = index.tails.copy(), index.cursors.copy()
-        parts, gaps = block.parts(index.most_steps), 0
+        index, gaps = self.episodes, 0
+        tails = None if index.is_roomy or self._is_warned else index.tails.copy()
+        parts = block.parts(index.most_steps)
         for part in parts:
             slots, more = self.rows.append(part, cuts_gaps=cuts_gaps)
             gaps += more
         if len(parts) > 1:
-            slots = self._slots_of(block, cursors[block.which])
+            slots = self._slots_of(block)
         if index.num_updates[0]:
             written = slots.numpy()
             self.priorities[written[written >= 0]] = 0
-        if not (index.is_roomy or self._is_warned):
+        if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
                 self._warn_of_little_room()
         return slots, gaps
 
-    def _slots_of(self, block: Block, steps: np.ndarray) -> torch.Tensor:
-        """Returns the slots of a block whose lanes were written from `steps` `[L]` on."""
+    def _slots_of(self, block: Block) -> torch.Tensor:
+        """Returns the slots of a block that was written just now."""
         index, T = self.episodes, self.episodes.steps_per_lane
-        lane = block.which.repeat(np.diff(block.offsets))
-        first = (steps - block.offsets[:-1]).repeat(np.diff(block.offsets))
-        step = first + np.arange(len(lane))
+        counts = np.diff(block.offsets)
+        lane = block.which.repeat(counts)
+        first = index.cursors[block.which] - block.offsets[1:]
+        step = first.repeat(counts) + np.arange(len(lane))
         return torch.from_numpy(np.where(step < index.tails[lane], -1, lane * T + step % T))
 
     def rewrite(self, index: torch.Tensor, values: Mapping[NestedKey, torch.Tensor]) -> None:

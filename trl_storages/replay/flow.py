@@ -41,7 +41,8 @@ class Flow:
         TypeError: a transform is one of TorchRL's that would be wrong over lanes of episodes.
 
     Attributes:
-        num_transforms: how many transforms there were.
+        transforms: the transforms by name; others may be added to the `Compose` itself.
+        num_transforms: how many there were.
         num_steps: how many rows of a batch belong together, one behind another.
         others: the transforms that know batches alone.
     """
@@ -52,7 +53,10 @@ class Flow:
             sampler.sample if layers else partial(_live, sampler)
         )
         self._unit, self.num_steps = unit, 1 if unit is None else unit.num_steps
-        self.num_transforms, parts = len(transform), parts_of(transform)
+        parts = parts_of(transform)
+        # The public accessors of a module take several times as long.
+        self.transforms = transform._modules["transforms"]._modules
+        self.num_transforms = len(self.transforms)
         replayed = [part for part in parts if isinstance(part, ReplayTransform)]
         self.others = [part for part in parts if not isinstance(part, ReplayTransform)]
         refuse_stock(*self.others)

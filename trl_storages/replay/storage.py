@@ -512,8 +512,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def _current_flow(self) -> Flow:
         flow = self._flow
-        # Transforms may be appended to the `Compose`, too.
-        if flow is None or flow.num_transforms != len(self._transform):
+        if flow is None or len(flow.transforms) != flow.num_transforms:
             flow = self._flow = Flow(self._sampler, self._unit, self._transform)
         return flow
 

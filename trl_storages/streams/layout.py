@@ -391,9 +391,10 @@ class Block(NamedTuple):
 
     def parts(self, most: int) -> list[Block]:
         """Returns the block in parts of at most `most` rows a lane."""
-        counts = np.diff(self.offsets)
-        if len(self.words) <= most or (longest := int(counts.max())) <= most:
+        if len(self.words) <= most:
             return [self]
+        counts = np.diff(self.offsets)
+        longest = int(counts.max())
         firsts = [self.offsets[:-1] + np.minimum(counts, done) for done in range(0, longest, most)]
         ends = [*firsts[1:], self.offsets[1:]]
         return [self._part(*pair) for pair in zip(firsts, ends, strict=True)]
