@@ -96,6 +96,16 @@ def test_in_memory_there_is_nothing_to_flush_or_close():
     assert len(storage) == 6
 
 
+@pytest.mark.parametrize("seed", [None, 9])
+def test_a_reopened_directory_draws_on_by_its_generator(seed, tmp_path):
+    storage = make(size=24, path=tmp_path / "rows", place="directory", seed=3)
+    write(storage, [Player().play([6, 6])])
+    storage.sample(4)
+    storage.close()
+    again = make(size=24, path=tmp_path / "rows", place="directory", seed=seed)
+    assert_same(again.sample(32), storage.sample(32))
+
+
 @pytest.mark.parametrize("way", ["move", "copy"])
 def test_a_closed_directory_may_be_moved_and_copied(way, tmp_path):
     storage, written = filled(tmp_path / "rows", "prioritized")
