@@ -23,8 +23,8 @@ from trl_storages.streams import Arena, HostRows, Layout, room_for
 
 __all__ = ["Directory"]
 
-#: Writes rows into an index, entries and priorities.
-Fill = Callable[[EpisodeIndex, HostRows, np.ndarray], None]
+#: Writes rows into an index and entries.
+Fill = Callable[[EpisodeIndex, HostRows], None]
 
 
 class Directory:
@@ -40,7 +40,6 @@ class Directory:
         layout: of the rows.
         index: which rows there are.
         rows: the rows.
-        priorities: `[E T]` float32 of the rows, see `samplers.priorities`.
         state: of other parts, as the last `flush` was given it.
         is_open: whether it was not closed.
     """
@@ -62,7 +61,6 @@ class Directory:
         self._arena = arena = Arena(**room, file=file, writable=writes, lazy=lazy)
         index.use(arena.arrays)
         self.rows = HostRows(layout, index, arena)
-        self.priorities = arena.arrays["priorities"]
 
     @classmethod
     def create(
@@ -129,7 +127,7 @@ class Directory:
             described = replace(described, rows=rows.name, boot=_boot(), inode=inode)
             made = cls(path, lock, described, file)
             if fill is not None:
-                fill(made.index, made.rows, made.priorities)
+                fill(made.index, made.rows)
                 made.rows.mark_all()
         except BaseException:
             rows.unlink()

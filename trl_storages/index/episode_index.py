@@ -115,12 +115,14 @@ class EpisodeIndex:
         #: What `kernels.words` calls an index.
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
-            *(self.steps_per_lane, self.entries_per_lane, self.stack),
+            *(self.steps_per_lane, self.entries_per_lane, self.stack, tables["priorities"]),
         )
         #: Of each slot its entry, the number of its episode modulo T + 1, and how it ends.
         self.where: np.ndarray = tables["where"]
         self.episode: np.ndarray = tables["episode"]
         self.ends: np.ndarray = tables["ends"]
+        #: Their raw priorities; 0, or what can't be one, says that none was set.
+        self.priorities: np.ndarray = tables["priorities"]
         #: The first and the last step of each episode, by lane and number.
         self.spans: np.ndarray = tables["spans"]
         #: `[E]` steps ever written, and the oldest live step of each lane.
@@ -137,6 +139,7 @@ class EpisodeIndex:
             "spans": (np.int64, (E, T + 1, 2)),
             "lanes": (np.int64, (E, 2)),
             "epoch": (np.int64, (2,)),
+            "priorities": (np.float32, (E * T,)),
         }
 
     # State

@@ -50,7 +50,7 @@ def require(what: str, holds: np.ndarray, index: Any, lane: np.ndarray, step: np
 
 def check_bounds(index: Any) -> None:
     """Raises a RuntimeError if reading a slot could leave the tables or the entries."""
-    where, episode, _, _, lanes, T, M, k = index
+    where, episode, _, _, lanes, T, M, k, _ = index
     fits = ((where == 0) | (where >= k - 1)) & (where < len(lanes) * M - 1)
     if not (fits & (episode >= 0) & (episode <= T)).all():
         raise RuntimeError("the index is damaged: a slot leads out of it.")
@@ -59,7 +59,7 @@ def check_bounds(index: Any) -> None:
 def check(index: Any) -> None:
     """Raises a RuntimeError if the tables of an index contradict one another."""
     check_bounds(index)
-    where, episode, ends, spans, _, T, M, k = index
+    where, episode, ends, spans, _, T, M, k, _ = index
     lane, step, slot = kept(index)
     place, number, end = where[slot] - lane * M, episode[slot], ends[slot]
     fits = (place >= k - 1) & (place < M - 1) & (end <= CUT)

@@ -21,7 +21,7 @@ _PATIENCE = 8
 
 def _numbers(index: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of each lane's oldest live episode, and how many are live, `[E]`."""
-    _, episode, _, _, lanes, T, _, _ = index
+    _, episode, _, _, lanes, T, _, _, _ = index
     cursors, tails, begins = lanes[:, CURSOR], lanes[:, TAIL], np.arange(len(lanes)) * T
     oldest = episode[begins + tails % T]
     count = (episode[begins + (cursors - 1) % T] - oldest) % (T + 1) + 1
@@ -30,7 +30,7 @@ def _numbers(index: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def _look_up(index: Any, lane: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, ...]:
     """Returns slots of the first rows, numbers of rows, and whether episodes are finished and whole."""
-    _, _, ends, spans, lanes, T, _, _ = index
+    _, _, ends, spans, lanes, T, _, _, _ = index
     span = spans[lane, number % (T + 1)]
     first = np.maximum(span[:, FIRST], lanes[lane, TAIL])
     last = np.minimum(span[:, LAST], lanes[lane, CURSOR] - 1)

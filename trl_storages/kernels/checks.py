@@ -94,7 +94,7 @@ def mark(
         slots: `[N]` its slot.
         steps: `[N]` the number of its step.
     """
-    _, episode, ends, spans, _, T, _, k = index
+    _, episode, ends, spans, _, T, _, k, _ = index
     marks, c = marked
     for i in range(len(at)):
         p, slot = at[i], slots[i]

@@ -121,7 +121,7 @@ def compare(
 @loop
 def cut_gaps(index: Any, which: Any, offsets: Any, how: Any, done: Any, cut: Any) -> int:
     """Cuts the episodes that nobody ended before rows that do not continue them; returns how many."""
-    _, _, ends, _, lanes, T, _, _ = index
+    _, _, ends, _, lanes, T, _, _, _ = index
     gaps = 0
     for m in range(len(which)):
         e = which[m]
@@ -142,7 +142,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
     The rows of a lane must be few enough for its entries: see `EpisodeIndex.most_steps`. Where a row
     continues its stream but can't lie behind it, `how` says so from then on.
     """
-    where, _, _, _, lanes, T, M, k = index
+    where, _, _, _, lanes, T, M, k, _ = index
     for m in range(len(which)):
         e, begin, end = which[m], offsets[m], offsets[m + 1]
         if begin == end:
@@ -180,7 +180,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
 @loop
 def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, slots: Any) -> None:
     """Enters rows beyond the cursors into the index, and returns their `slots` `[N]`."""
-    where, episode, ends, spans, lanes, T, _, _ = index
+    where, episode, ends, spans, lanes, T, _, _, priorities = index
     for m in range(len(which)):
         e = which[m]
         step = lanes[e, CURSOR]
@@ -199,6 +199,8 @@ def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, sl
             slots[i] = e * T + slot
             where[slots[i]], episode[slots[i]] = at[i], number
             ends[slots[i]] = DONE if done[i] else GOES_ON
+            if priorities[slots[i]] != 0:  # of the step that gave way
+                priorities[slots[i]] = 0
             goes_on = not done[i]
             step += 1
             slot = slot + 1 if slot + 1 < T else 0

@@ -11,6 +11,7 @@ An `index` is the tuple of these tables:
 - `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
 - `lanes` `[E, 2]`: the steps written, and the oldest live step.
 - T, M, k.
+- `priorities` `[E T]` float32: raw ones, see `kernels.priorities`; 0 where none was set.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 #: Places in an index.
-WHERE, _, _, _, LANES, STEPS, _, STACK = range(8)
+WHERE, _, _, _, LANES, STEPS, _, STACK, _ = range(9)
 #: Of `lanes`, and of `spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)

@@ -115,7 +115,7 @@ def _lanes(place: Any) -> list[State]:
     columns = {
         "begins": first == step,
         "ends": index.ends[slot],
-        "priorities": place.priorities[slot],
+        "priorities": index.priorities[slot],
     }
     bounds, lanes = np.searchsorted(lane, np.arange(index.num_envs + 1)).tolist(), []
     for e in range(index.num_envs):
@@ -200,31 +200,23 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     return lane.without(tail - oldest, k)
 
 
-def fill(
-    lanes: Sequence[PackedLane],
-    index: EpisodeIndex,
-    rows: Any = None,
-    priorities: np.ndarray | None = None,
-) -> None:
-    """Makes saved rows the only ones of an index, of rows, and of a column of priorities.
+def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> None:
+    """Makes saved rows the only ones of an index, and of rows.
 
     Raises:
         OSError: the disk is full.
     """
     index.clear()
-    index.num_updates[:] += 1
     try:
         for number, lane in enumerate(lanes):
             if lane.cursor:
-                _fill_lane(number, lane, index, rows, priorities)
+                _fill_lane(number, lane, index, rows)
     except BaseException:
         index.clear()  # rather no rows than some of them
         raise
 
 
-def _fill_lane(
-    number: int, lane: PackedLane, index: EpisodeIndex, rows: Any, priorities: np.ndarray | None
-) -> None:
+def _fill_lane(number: int, lane: PackedLane, index: EpisodeIndex, rows: Any) -> None:
     # The oldest steps go whose entries do not fit.
     least = int(lane.places[-1]) + 2 - index.entries_per_lane + index.stack - 1
     lane = lane.without(int(np.searchsorted(lane.places, least)), index.stack)
@@ -233,7 +225,6 @@ def _fill_lane(
         first=lane.first,
         tail=lane.tail,
     )
-    if priorities is not None:
-        priorities[slots] = lane.priorities
+    index.priorities[slots] = lane.priorities
     if rows is not None:
         rows.fill(number, lane.entries)

@@ -8,7 +8,6 @@ from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-import numpy as np
 import torch
 
 from trl_storages.index import EpisodeIndex
@@ -42,7 +41,6 @@ class Memory:
     Attributes:
         index: which rows there are.
         rows: the rows; None without a layout.
-        priorities: `[E T]` float32 of the rows.
     """
 
     mode = "r+"
@@ -67,12 +65,11 @@ class Memory:
             most = max(steps // 8, 64)
             max_entries = num_envs * (steps + most + (k + 1) * min(most, 64))
         self.index = index = EpisodeIndex(max_size, num_envs, stack=k, max_entries=max_entries)
-        self.priorities: np.ndarray = np.zeros(index.capacity, np.float32)
         self.rows: Any = None
         if layout is not None and is_here:
             self._arena = arena = arena or Arena(**room_for(layout, index))
             index.use(arena.arrays)
-            self.rows, self.priorities = HostRows(layout, index, arena), arena.arrays["priorities"]
+            self.rows = HostRows(layout, index, arena)
         elif layout is not None:
             self.rows = DeviceRows(layout, index, device)
 
@@ -91,7 +88,7 @@ class Memory:
 
     def replaced(self, fill: Callable[..., None], _: Any = None) -> Memory:
         """Returns the memory with other rows."""
-        fill(self.index, self.rows, self.priorities)
+        fill(self.index, self.rows)
         return self
 
     def empty(self, keep_steps: int) -> None:

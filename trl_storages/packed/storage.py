@@ -113,8 +113,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.episodes: EpisodeIndex = place.index
         self.rows: Any = place.rows
         self.layout: Any = place.layout
-        #: Raw priorities `[E T]` float32; 0, or what can't be one, says that none was set.
-        self.priorities: np.ndarray = place.priorities
         self.max_size = self.episodes.capacity
 
     def _found(self) -> Description | None:
@@ -229,9 +227,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             gaps += more
         if len(parts) > 1:
             slots = self._slots_of(block)
-        if index.num_updates[0]:
-            written = slots.numpy()
-            self.priorities[written[written >= 0]] = 0
         if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
@@ -352,7 +347,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
         self.check_writable()
         self._place.empty(keep_steps)
-        self.priorities[self.episodes.live_slots().numpy()] = 0
+        self.episodes.priorities[self.episodes.live_slots().numpy()] = 0
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all."""
@@ -417,7 +412,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
-        own = ("episodes", "rows", "layout", "priorities")
+        own = ("episodes", "rows", "layout")
         return {name: it for name, it in Storage.__getstate__(self).items() if name not in own}
 
     def __setstate__(self, state: State) -> None:

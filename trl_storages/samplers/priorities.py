@@ -40,7 +40,7 @@ class Priorities:
     ) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
-        self.raw = storage.priorities
+        self.raw = index.priorities
         # What was seen of those that another process sets: of a reader, a fork, or what was closed.
         self._storage = storage
         self._known: np.ndarray | None = None

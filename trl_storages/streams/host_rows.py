@@ -55,12 +55,11 @@ class _Places(dict[NestedKey, _Elements]):
 
 
 def room_for(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
-    """Returns the arguments of an `Arena` for rows with their index and priorities."""
+    """Returns the arguments of an `Arena` for rows with their index."""
     num_entries = index.num_envs * index.entries_per_lane
     marks = {"marks": (np.int64, (num_entries, checks.NUM_WORDS))} if is_in_file else {}
     shapes = {
         **index.table_shapes(),
-        "priorities": (np.float32, (index.capacity,)),
         **marks,
         "entries": (np.int64, (num_entries, layout.entry_words)),
     }
