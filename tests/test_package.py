@@ -17,8 +17,8 @@ from torchrl.data import (
     LazyTensorStorage,
     RandomSampler,
     RayReplayBuffer,
-    RoundRobinWriter,
     TensorDictReplayBuffer,
+    Writer,
 )
 from torchrl.envs import CatTensors, Compose, GymWrapper
 
@@ -108,7 +108,7 @@ OWNERS = {
         **dict.fromkeys(RayReplayBuffer.__init__.__code__.co_names)
     ),
     "TensorStorage": lambda buffer: buffer.storage,
-    "RoundRobinWriter": lambda buffer: buffer.writer,
+    "Writer": lambda buffer: buffer.writer,
     "Sampler": lambda buffer: buffer.sampler,
     "CatTensors": lambda _: CatTensors(["a", "b"], out_key="c"),
     "Compose": lambda _: Compose(),
@@ -133,7 +133,7 @@ def test_private_names_exist(owner):
         (TensorDict._new_unsafe, {"source", "batch_size", "nested"}),
         (LazyTensorStorage._empty, {"self"}),
         (LazyTensorStorage._rand_given_ndim, {"self", "batch_size"}),
-        (RoundRobinWriter._empty, {"self", "empty_write_count"}),
+        (Writer._empty, {"self", "empty_write_count"}),
         (RandomSampler._empty, {"self"}),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),

@@ -15,7 +15,7 @@ What subclasses here read, set or override, by the class that it is of:
   `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
 - `RayReplayBuffer`: `_rb`
 - `TensorStorage`: `_attached_entities`, `_empty`, `_rand_given_ndim`
-- `RoundRobinWriter`: `_empty`, `_storage`, `_write_count`
+- `Writer`: `_empty`, `_storage`, `_write_count`
 - `Sampler`: `_empty`, `_rng`
 - `CatTensors`: `_del_keys`
 - `Compose`: `_modules`

@@ -14,7 +14,6 @@ from contract.writers import Script, assert_kept, found, opened, write_on
 pytestmark = [
     pytest.mark.requirement("refused-is-unchanged"),
     pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*loss of power:RuntimeWarning"),
 ]
 
 STEPS = 12

@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.requirement("persistence"),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:.*loss of power:RuntimeWarning"),
 ]
 
 STEPS, MANY_STEPS = 12, 200

@@ -113,7 +113,7 @@ class Description:
             words = json.loads(text)
             if (got := {key: words.get(key) for key in _KIND}) != _KIND:
                 raise ValueError(
-                    f"it must be of {_KIND}, got {str(got)[:50]}; formats 1 and 2 were never released"
+                    f"it must be of {_KIND}, got {str(got)[:50]}; formats 1 and 2 are of 0.1 and 0.2"
                 )
             if words.pop("check", None) != _check(words):
                 raise ValueError("it does not match its check")

@@ -110,7 +110,7 @@ class EpisodeIndex:
     def use(self, tables: Mapping[str, np.ndarray]) -> None:
         """Takes other arrays for the tables, of `table_shapes`, with what they say."""
         self._lanes, self._epoch = tables["lanes"], tables["epoch"]
-        #: `[1]` how often who writes has set priorities of rows.
+        #: `[1]` which changes whenever who writes sets priorities of rows.
         self.num_updates: np.ndarray = self._epoch[1:]
         #: What `kernels.words` calls an index.
         self.tables: tuple[Any, ...] = (
@@ -151,7 +151,7 @@ class EpisodeIndex:
 
     @property
     def epoch(self) -> int:
-        """How often the index began anew."""
+        """A number that changes whenever the index begins anew."""
         return int(self._epoch[0])
 
     @property

@@ -37,9 +37,17 @@ __all__ = [
     "windows",
 ]
 
-#: Numbers of the ways in which goals are drawn; 0 draws none.
-GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
-_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
+# Numbers of the ways in which goals are drawn; 0 draws none.
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _CURRENT = range(1, 7)
+#: Strategy -> its number.
+GOAL_KINDS = {
+    "future": _FUTURE,
+    "final": _FINAL,
+    "episode": _EPISODE,
+    "random": _RANDOM,
+    "geometric": _GEOMETRIC,
+    "current": _CURRENT,
+}
 #: Ways in which a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
 _PAD, _FIT, _CROSS = range(3)

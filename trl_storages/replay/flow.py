@@ -26,7 +26,7 @@ __all__ = ["Flow", "draw_episodes", "read"]
 
 Entries = dict[Any, torch.Tensor]
 #: A batch, what sampler and sample unit say of its rows, and all slots that were read, `[*, B]` each.
-Drawn = tuple[TensorDictBase, Entries, list[torch.Tensor]]
+Batch = tuple[TensorDictBase, Entries, list[torch.Tensor]]
 
 
 class Flow:
@@ -71,7 +71,7 @@ class Flow:
             for part in parts
         ]
 
-    def draw(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def draw(self, storage: PackedStorage, batch_size: int) -> Batch:
         """Draws a batch `[B]`.
 
         Returns:

@@ -100,8 +100,8 @@ class ERESampler(WrappingSampler):
         self._phase = _Phase()
 
     def _check_base(self, base: OwnSampler) -> None:
-        if any(isinstance(layer, HERSampler) for layer in base.layers):
-            raise TypeError("base must draw rows, got a HERSampler: pass this sampler as its base.")
+        if any(isinstance(layer, HERSampler | ERESampler) for layer in base.layers):
+            raise TypeError(f"base must draw rows of any age, got {base}: pass this sampler to it.")
 
     @property
     def update(self) -> int:

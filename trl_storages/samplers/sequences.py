@@ -100,9 +100,6 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             after the burn-in; and `is_init`, `[B * S, 1]`, whether its episode begins with it, as read
             by TorchRL's recurrent modules. Padding has the `is_init` of the row that it repeats, so a
             network that restarts there enters the episode with its first state.
-
-        Raises:
-            RuntimeError: `storage` has no episode index.
         """
         S = self.num_steps
         rows, valid, begins = storage.episodes.sequences(index, self.burn_in, S, self.boundary)

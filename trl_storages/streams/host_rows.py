@@ -37,7 +37,7 @@ class _Elements(NamedTuple):
     size: int
 
 
-class _Places(dict[NestedKey, _Elements]):
+class _ElementsOf(dict[NestedKey, _Elements]):
     """Where the elements of each field are in the entries, once it was asked for."""
 
     def __init__(self, layout: Layout, entries: np.ndarray) -> None:
@@ -83,7 +83,7 @@ class HostRows:
         self.entries_of = index.entries_of
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
-        self._elements = _Places(layout, self.entries)
+        self._elements = _ElementsOf(layout, self.entries)
         # Where fields that are pasted begin in a row.
         self._firsts: dict[Any, np.ndarray] = {}
         # Memory is given back after so many rows, when each lane may have left a piece.
