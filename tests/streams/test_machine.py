@@ -13,6 +13,7 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from streams import fill
 from tensordict import unravel_key
 
 from trl_storages.directory import Directory
@@ -151,7 +152,7 @@ class Machine(RuleBasedStateMachine):
                 row = self.values(last)
                 row["next", "done"] = torch.tensor([bool(done[i])])
                 for key, value in row.items():
-                    self.layout.fill(key, words[i : i + 1], value[None])
+                    fill(self.layout, key, words[i : i + 1], value[None])
                 goes_on = last is not None and all(
                     same_bits(row[key], last[key]) for key in self.decides
                 )
@@ -289,7 +290,7 @@ class Machine(RuleBasedStateMachine):
             rows.rewrite(key, index.entries_of(slots), values.clone())
         for (e, _, s), value in zip(picked, values, strict=True):
             row = torch.from_numpy(self.lanes[e].rows[s])
-            self.layout.fill(key, row[None], value[None])
+            fill(self.layout, key, row[None], value[None])
 
     @rule(keep=st.sampled_from([0, 1, 3]))
     def empty(self, keep):

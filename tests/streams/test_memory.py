@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from streams import fill
 
 from trl_storages.index import EpisodeIndex
 from trl_storages.streams import Arena, Block, HostRows, Layout, room_for
@@ -42,8 +43,8 @@ def test_memory_is_given_back(is_shared):
     most = 0
     while index.cursors[0] < 8 * STEPS:  # several times around the entries of a lane
         values = torch.arange(len(block) + 1).double()[:, None] + float(index.cursors[0])
-        layout.fill("observation", block, values[:-1].expand(-1, 60))
-        layout.fill(("next", "observation"), block, values[1:].expand(-1, 60))
+        fill(layout, "observation", block, values[:-1].expand(-1, 60))
+        fill(layout, ("next", "observation"), block, values[1:].expand(-1, 60))
         rows.append(Block(np.arange(LANES), offsets, block.numpy(), done, cut), cuts_gaps=True)
         if index.cursors[0] % (STEPS // 2) == 0:
             most = max(most, resident(arena.arrays["entries"]))

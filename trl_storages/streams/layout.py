@@ -253,14 +253,6 @@ class Layout:
         frames = frames[..., field.start : field.start + field.size]
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
-    def fill(self, key: NestedKey, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Copies values `[*B, *shape]` of a field into rows `[*B, row_words]`."""
-        field = self.field(key)
-        if field.stack is None:
-            self.views(rows)[key].copy_(values)
-        else:
-            self.frames_of(field, rows).copy_(field.stack.frames(values, field.shape))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and (self.fields, self.nested) == (
             other.fields,
