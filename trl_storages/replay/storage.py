@@ -264,8 +264,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """Writes steps.
 
         Args:
-            tensordicts: `[T]` for one lane, `[L, T]` (time last) or `[L]` (one step each) for several; or
-                rows `[N]` of any trajectories, see `EpisodeWriter`.
+            tensordicts: `[T]` or `[]` for one lane, `[L, T]` (time last) or `[L]` (one step each) for
+                several; or rows `[N]` of any trajectories, see `EpisodeWriter`.
             lanes: the L distinct lanes to write, as numbers or as a mask; None is all of them.
             update_priority: whether to use the entry `priority_key`, if present, as the rows' priority;
                 None is True.
@@ -295,10 +295,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         Returns:
             int64 slots of the batch size of `data`.
         """
-        if not arguments.steps("data", data).ndim and self._writer.num_envs > 1:
-            return self._writer.add(data)  # raises: it says not which lane it is of
-        slots = self.extend(data if data.ndim else data.unsqueeze(0))
-        return slots.view(data.batch_size) if len(slots) else slots
+        return self.extend(data)
 
     def record(
         self,

@@ -301,7 +301,7 @@ class _Views:
             views.update(zip(names, rows.view(dtype).split_with_sizes(sizes, -1), strict=True))
         views.pop(None, None)
         for key, shape in self._shapes:
-            views[key] = views[key].view(*rows.shape[:-1], *shape)
+            views[key] = views[key].view((*rows.shape[:-1], *shape))
         for field, stack in self._stacks:
             views[field.key] = stack.stacks(self._layout.frames_of(field, rows), field.shape)
         return views

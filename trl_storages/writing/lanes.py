@@ -37,13 +37,13 @@ def in_order(which: np.ndarray, steps: int) -> Places:
 
 
 def num_steps_of(batch: Sequence[int], num_lanes: int) -> int:
-    """Returns T of a batch `[L, T]`, `[T]` for one lane, or `[L]` for one step of several lanes.
+    """Returns T of a batch `[L, T]`, `[T]` or `[]` for one lane, or `[L]` for one step of several.
 
     Raises:
         ValueError: the batch has another shape.
     """
-    if len(batch) == 1 and num_lanes == 1:
-        return batch[0]
+    if len(batch) < 2 and num_lanes == 1:
+        return batch[0] if batch else 1
     if len(batch) in (1, 2) and batch[0] == num_lanes:
         return batch[1] if len(batch) == 2 else 1
     raise ValueError(

@@ -126,23 +126,16 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes."""
-        if arguments.steps("data", data).ndim:
-            return self.extend(data)
-        if self.num_envs > 1:
-            raise ValueError(
-                f"a single transition does not say which of the {self.num_envs} lanes it is of: add a "
-                f"batch [{self.num_envs}], or extend(data, lanes=[lane]) with a batch [1]."
-            )
-        return self.extend(data.unsqueeze(0))[0]
+        return self.extend(data)
 
     def extend(self, data: TensorDictBase, *, lanes: Lanes = None) -> torch.Tensor:
         """Writes steps of all lanes, or of `lanes`.
 
         Args:
-            data: `[T]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows `[N]` for
-                several lanes that hold `traj_key` may be of any trajectories: each continues in its
-                lane, and a new one begins in a lane whose episode has ended, else in the least recently
-                written lane, whose episode is cut.
+            data: `[T]` or `[]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows
+                `[N]` for several lanes that hold `traj_key` may be of any trajectories: each continues in
+                its lane, and a new one begins in a lane whose episode has ended, else in the least
+                recently written lane, whose episode is cut.
             lanes: the L distinct lanes that are written; None is all of them.
 
         Returns:
