@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.compile import inlined, loop
-from trl_storages.kernels.words import CURSOR, LANES, STEPS, TAIL
+from trl_storages.kernels.words import CURSOR, LANES, PRIORITIES, STEPS, TAIL
 
 __all__ = ["are_priorities", "largest_of", "report", "weigh"]
 
@@ -67,7 +67,6 @@ def weigh(
 @loop
 def report(
     index: Any,
-    column: Any,
     slots: Any,
     steps: Any,
     priorities: Any,
@@ -80,7 +79,6 @@ def report(
 
     Args:
         index: as in `kernels.words`.
-        column: raw priorities by slot.
         slots: `[B]`; -1 is skipped. Of equal ones the last counts.
         steps: `[B]` which steps of their lanes the rows were.
         priorities: `[B]`, finite and at least 0.
@@ -92,7 +90,7 @@ def report(
     Returns:
         how many were set, -1 if there is no such slot, where nothing is done; and the largest of them.
     """
-    lanes, T = index[LANES], index[STEPS]
+    lanes, T, column = index[LANES], index[STEPS], index[PRIORITIES]
     E, count, largest = len(lanes), 0, 0.0
     for i in range(len(slots)):
         if not -1 <= slots[i] < E * T:

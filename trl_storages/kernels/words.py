@@ -26,6 +26,7 @@ __all__ = [
     "GOES_ON",
     "LANES",
     "LAST",
+    "PRIORITIES",
     "SAME",
     "STACK",
     "STEPS",
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 #: Places in an index.
-WHERE, _, _, _, LANES, STEPS, _, STACK, _ = range(9)
+WHERE, _, _, _, LANES, STEPS, _, STACK, PRIORITIES = range(9)
 #: Of `lanes`, and of `spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)

@@ -22,8 +22,8 @@ class Priorities:
     """Raw priorities `[N]` of a storage's rows, and their weights (p + eps)^alpha in a tree.
 
     It catches up with the index when it is used: rows that are new get the largest raw priority so far
-    unless they have one, those that are gone no weight. The raw ones are a column of the storage, where
-    who writes a row sets 0; whatever can't be a priority counts as 0, as it may come from a file.
+    unless they have one, those that are gone no weight. The raw ones are a table of the index, where a
+    slot that is written holds 0; whatever can't be a priority counts as 0, as it may come from a file.
 
     Args:
         storage: holds the rows.
@@ -108,7 +108,7 @@ class Priorities:
             IndexError: there is no such slot. Nothing is changed then.
         """
         kept, weights = np.empty(len(slots), np.int64), np.empty(len(slots))
-        given = self.index.tables, self.raw, slots, steps, priority, self.alpha, self.eps
+        given = self.index.tables, slots, steps, priority, self.alpha, self.eps
         count, largest = priorities.report(*given, kept, weights)
         if count < 0:
             most = self.index.capacity
