@@ -53,7 +53,7 @@ def test_memory_is_given_back(is_shared):
     live = LANES * STEPS * layout.entry_words * 8
     assert LANES * room["lane_bytes"] > 2 * live
     assert most < 1.2 * live
-    places = index.entries_of(index.live_slots())
+    places = rows.entries_of(index.live_slots())
     steps = rows.take(("next", "observation"), places) - rows.take("observation", places)
     assert (steps == 1).all()
 

@@ -24,6 +24,14 @@ _NO_STEPS = np.empty(0)
 _LEAST_SLACK = 64
 
 
+Slots = torch.Tensor | np.ndarray
+
+
+def _like(slots: Slots, found: np.ndarray) -> Any:
+    """Returns what was found as what was asked: an array, or a tensor."""
+    return torch.from_numpy(found) if isinstance(slots, torch.Tensor) else found
+
+
 class Seen(NamedTuple):
     """A snapshot of which steps were live, for `EpisodeIndex.since` to compare with."""
 
@@ -58,6 +66,8 @@ class EpisodeIndex:
 
     A write counts once its cursor is stored: every answer is about such steps. Nobody is told of new
     rows; who needs to know asks `since`.
+
+    Tensors of slots, on the host, are answered by tensors, arrays by arrays.
 
     Args:
         capacity: the number of rows, rounded down to a multiple of `num_envs`.
@@ -161,7 +171,8 @@ class EpisodeIndex:
         return ends - firsts
 
     def __len__(self) -> int:
-        return max(int((self.cursors - self.tails).sum()), 0)
+        live: int = draws.num_live(self._lanes)
+        return live
 
     @property
     def is_full(self) -> bool:
@@ -271,48 +282,49 @@ class EpisodeIndex:
         age = np.concatenate([np.arange(rows, 0, -1) for rows in ends - firsts])
         return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
 
-    def check_live(self, slots: torch.Tensor) -> None:
+    def check_live(self, slots: Slots) -> None:
         """Raises an IndexError if a slot holds no live row."""
+        slots = np.asarray(slots)
         fits = (slots >= 0) & (slots < self.capacity)
         if fits.all():
             fits = ~self.stale(slots, self.steps_of(slots))
         if not fits.all():
-            at = int(fits.int().argmin())
+            at = int(fits.argmin())
             raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
 
-    def bounds(self, slots: torch.Tensor) -> torch.Tensor:
+    def bounds(self, slots: Slots) -> Any:
         """Returns how far it is from each row to where its episode and its lane begin and end.
 
         Returns:
             `[B, 4]` int64 steps, negative ones back: to the first step of its episode, which may be
             evicted, to the last one so far, and to the oldest and the newest live step of its lane.
         """
-        return torch.from_numpy(draws.bounds(self.tables, slots.numpy()))
+        return _like(slots, draws.bounds(self.tables, np.asarray(slots)))
 
-    def ahead(self, slots: torch.Tensor) -> torch.Tensor:
+    def ahead(self, slots: Slots) -> Any:
         """Returns how many rows of its episode come after each row, `[B]` int64: of the last one 0."""
         return self.bounds(slots)[:, draws.END]
 
-    def behind(self, slots: torch.Tensor) -> torch.Tensor:
+    def behind(self, slots: Slots) -> Any:
         """Returns how many rows of its episode that are still stored came before each row, `[B]`."""
-        found = self.bounds(slots)
-        return -torch.maximum(found[:, draws.BEGIN], found[:, draws.OLDEST])
+        found = draws.bounds(self.tables, np.asarray(slots))
+        return _like(slots, -np.maximum(found[:, draws.BEGIN], found[:, draws.OLDEST]))
 
-    def is_done(self, slots: torch.Tensor) -> torch.Tensor:
+    def is_done(self, slots: Slots) -> Any:
         """Returns whether each row ends its episode, `[B]` bool."""
-        return torch.from_numpy(self.ends[slots.numpy()] == DONE)
+        return _like(slots, self.ends[np.asarray(slots)] == DONE)
 
-    def lanes_of(self, slots: torch.Tensor) -> torch.Tensor:
+    def lanes_of(self, slots: Slots) -> Any:
         """Returns the lane of each row, `[B]` int64."""
         return slots // self.steps_per_lane
 
-    def steps_of(self, slots: torch.Tensor) -> torch.Tensor:
+    def steps_of(self, slots: Slots) -> Any:
         """Returns the step of its lane that each row is, `[B]` int64."""
         steps = np.empty(len(slots), np.int64)
-        draws.steps_of(self.tables, slots.numpy(), steps)
-        return torch.from_numpy(steps)
+        draws.steps_of(self.tables, np.asarray(slots), steps)
+        return _like(slots, steps)
 
-    def stale(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    def stale(self, slots: Slots, steps: Slots) -> Any:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
 
         Args:
@@ -320,22 +332,18 @@ class EpisodeIndex:
             steps: `[B]` the steps of their lanes that they were when they were drawn.
         """
         found = np.empty(len(slots), bool)
-        streams.is_stale(self.tables, slots.numpy(), steps.numpy(), found)
-        return torch.from_numpy(found)
+        streams.is_stale(self.tables, np.asarray(slots), np.asarray(steps), found)
+        return _like(slots, found)
 
-    def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the number of the entry that each slot's row is in, over all lanes, `[*B]` int64."""
-        return torch.from_numpy(self.where.take(slots.numpy()))
-
-    def shift(self, slots: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    def shift(self, slots: Slots, steps: Slots) -> Any:
         """Returns the slots `steps` later in their lanes, `[B]`; the caller stays among live rows."""
         moved = np.empty(len(slots), np.int64)
-        draws.shift(self.tables, slots.numpy(), steps.numpy(), moved)
-        return torch.from_numpy(moved)
+        draws.shift(self.tables, np.asarray(slots), np.asarray(steps), moved)
+        return _like(slots, moved)
 
-    # Draws
+    # Draws, in arrays
 
-    def draw(self, noise: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    def draw(self, noise: np.ndarray, window: int | None = None) -> np.ndarray:
         """Draws live rows uniformly, with replacement.
 
         Args:
@@ -347,8 +355,8 @@ class EpisodeIndex:
         """
         slots = np.empty(len(noise), np.int64)
         window = self.steps_per_lane if window is None else window
-        draws.draw(self.tables, window, noise.numpy(), slots)
-        return torch.from_numpy(slots)
+        draws.draw(self.tables, window, noise, slots)
+        return slots
 
     def window_of(self, count: int) -> int:
         """Returns the least w such that the newest w steps of each lane are at least `count`."""
@@ -356,18 +364,17 @@ class EpisodeIndex:
 
     def goals(
         self,
-        slots: torch.Tensor,
-        noise: torch.Tensor,
-        kinds: torch.Tensor,
-        steps: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        slots: np.ndarray,
+        noise: np.ndarray,
+        kinds: np.ndarray,
+        steps: np.ndarray = _NO_STEPS,
+    ) -> np.ndarray:
         """Draws the rows whose achieved goals become the new goals; see `kernels.draws.goals`."""
         found = np.empty(len(slots), np.int64)
-        ahead = _NO_STEPS if steps is None else steps.numpy()
-        draws.goals(self.tables, slots.numpy(), noise.numpy(), kinds.numpy(), ahead, found)
-        return torch.from_numpy(found)
+        draws.goals(self.tables, slots, noise, kinds, steps, found)
+        return found
 
-    def windows(self, slots: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def windows(self, slots: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns each row with those that follow it in its episode.
 
         Returns:
@@ -375,12 +382,12 @@ class EpisodeIndex:
             different rows there are.
         """
         rows, lengths = np.empty((num_rows, len(slots)), np.int64), np.empty(len(slots), np.int64)
-        draws.windows(self.tables, slots.numpy(), rows, lengths)
-        return torch.from_numpy(rows), torch.from_numpy(lengths)
+        draws.windows(self.tables, slots, rows, lengths)
+        return rows, lengths
 
     def sequences(
-        self, slots: torch.Tensor, burn_in: int, num_steps: int, boundary: str
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, slots: np.ndarray, burn_in: int, num_steps: int, boundary: str
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the rows around each one, `[B, S]`, which are asked for, and which begin an episode.
 
         See `kernels.draws.sequences`.
@@ -388,8 +395,8 @@ class EpisodeIndex:
         rows = np.empty((len(slots), num_steps), np.int64)
         valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
         how = draws.BOUNDARIES.index(boundary)
-        draws.sequences(self.tables, slots.numpy(), burn_in, how, rows, valid, begins)
-        return torch.from_numpy(rows), torch.from_numpy(valid), torch.from_numpy(begins)
+        draws.sequences(self.tables, slots, burn_in, how, rows, valid, begins)
+        return rows, valid, begins
 
     # Episodes
 

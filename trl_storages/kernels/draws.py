@@ -29,6 +29,7 @@ __all__ = [
     "fold",
     "goals",
     "moved",
+    "num_live",
     "sequences",
     "shift",
     "slots_between",
@@ -64,6 +65,15 @@ def below(noise: int, bound: int) -> int:
     if bound >= 1 << 31:
         return noise % bound
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+
+
+@loop
+def num_live(lanes: Any) -> int:
+    """Returns how many steps of lanes `[E, 2]` are live."""
+    live = 0
+    for e in range(len(lanes)):
+        live += max(lanes[e, CURSOR] - lanes[e, TAIL], 0)
+    return live
 
 
 @loop

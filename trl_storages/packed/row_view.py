@@ -22,7 +22,7 @@ class _Pasted(NamedTuple):
     """A field of other rows, in entries `at`, that replaces some targets where `mask` says so."""
 
     key: NestedKey
-    at: torch.Tensor
+    at: Any
     mask: torch.Tensor
     targets: tuple[NestedKey, ...]
     default: NestedKey | None
@@ -70,7 +70,8 @@ class RowView:
         self._pasted: list[_Pasted] = []
         # Numbers of entries: those that the rows are in, and those whose next observations they have,
         # which are others where windows are folded. And the rows, once gathered.
-        self._first = self._last = storage.rows.entries_of(slots)
+        self._first: Any = storage.rows.entries_of(slots)
+        self._last = self._first
         self._block: torch.Tensor | None = None
         self._is_batch = drawn is not None
         self._batch: TensorDictBase | None = None
@@ -175,9 +176,10 @@ class RowView:
                 "rows are widened once, before they are read: use one NStep, whose n_step may be "
                 "changed at any time."
             )
-        slots, lengths = self.episodes.windows(self.slots, num_rows)
+        found, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
+        slots = torch.from_numpy(found)
         self.window = window = RowView(self._storage, slots)
-        window.read, self.lengths = self.read, lengths
+        window.read, self.lengths = self.read, torch.from_numpy(lengths)
         self.read.append(slots)
         self._last = window._first[-1]
 
@@ -204,9 +206,9 @@ class RowView:
         """
         if self.window is None:
             raise RuntimeError("there must be a window to follow: widen first.")
-        self._follow(self.window._first.gather(0, at.unsqueeze(0)).squeeze(0))
+        self._follow(self._storage.rows.picked(self.window._first, at))
 
-    def _follow(self, last: torch.Tensor) -> None:
+    def _follow(self, last: Any) -> None:
         for key in self.changes:
             if key[0] == "next":
                 raise RuntimeError(

@@ -212,7 +212,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Whether the layout is fixed; TorchRL's collectors ask."""
         return self.rows is not None
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
         """Writes a block, in parts where it is long; see `HostRows.append`.
 
         Returns:
@@ -233,14 +233,14 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 self._warn_of_little_room()
         return slots, gaps
 
-    def _slots_of(self, block: Block) -> torch.Tensor:
+    def _slots_of(self, block: Block) -> np.ndarray:
         """Returns the slots of a block that was written just now."""
         index, T = self.episodes, self.episodes.steps_per_lane
         counts = np.diff(block.offsets)
         lane = block.which.repeat(counts)
         first = index.cursors[block.which] - block.offsets[1:]
         step = first.repeat(counts) + np.arange(len(lane))
-        return torch.from_numpy(np.where(step < index.tails[lane], -1, lane * T + step % T))
+        return np.where(step < index.tails[lane], -1, lane * T + step % T)
 
     def rewrite(self, index: torch.Tensor, values: Mapping[NestedKey, torch.Tensor]) -> None:
         """Overwrites fields of the step of some rows, such as rewards of a learned model.
@@ -269,7 +269,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         # The last of equal slots, in any order.
         _, last = np.unique(slots.numpy()[::-1], return_index=True)
         chosen = torch.from_numpy(len(slots) - 1 - last)
-        at = self.episodes.entries_of(slots[chosen])
+        at = self.rows.entries_of(slots[chosen])
         for key, value in values.items():
             self.rows.rewrite(key, at, value[chosen.to(value.device)])
 
@@ -443,7 +443,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self, slots: torch.Tensor, seen: np.ndarray | None
     ) -> tuple[TensorDict, torch.Tensor | None]:
         """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`."""
-        at = self.episodes.entries_of(slots.reshape(-1))
+        at = self.rows.entries_of(slots.reshape(-1))
         batch = self.layout.tensordict(self.rows.gather(at, at))
         batch = batch.view(slots.shape) if slots.ndim != 1 else batch
         return batch, None if seen is None else self.gave_way(seen, slots)
@@ -466,7 +466,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         noise = torch.empty(batch_size, dtype=torch.int64).random_(generator=self._rng)
-        return self.episodes.draw(noise)
+        return torch.from_numpy(self.episodes.draw(noise.numpy()))
 
     def __len__(self) -> int:
         return len(self.episodes)

@@ -5,6 +5,7 @@ Letters: N rows of a batch, n sequences, S rows of a sequence.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -23,7 +24,7 @@ def prioritized(sampler: Sampler) -> PERSampler | None:
 
 def written_priorities(
     data: TensorDictBase, priority_key: NestedKey, sampler: PERSampler | None
-) -> torch.Tensor | None:
+) -> np.ndarray | None:
     """Returns the priorities that written steps come with, `[N]`; None if there are none, or no use.
 
     Raises:

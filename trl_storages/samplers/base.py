@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torchrl.data.replay_buffers.samplers import Sampler
 
@@ -17,8 +18,8 @@ from trl_storages.states import Adopt, State, entries_of, nothing
 
 __all__ = ["Drawn", "OwnSampler", "layers_of"]
 
-#: `[B]` int64 slots, and the entries of the batch that go with them.
-Drawn = tuple[torch.Tensor, dict[Any, torch.Tensor]]
+#: `[B]` int64 slots, and the entries of the batch that go with them, as arrays.
+Drawn = tuple[np.ndarray, dict[Any, np.ndarray]]
 
 
 class OwnSampler(Strict, Sampler):  # type: ignore[misc]
@@ -38,7 +39,9 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
         """The samplers that this one is made of, itself first."""
         return [self]
 
-    def sample(self, storage: PackedStorage, batch_size: int) -> Drawn:
+    def sample(
+        self, storage: PackedStorage, batch_size: int
+    ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
         """Draws a batch.
 
         Args:
@@ -58,21 +61,22 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
             raise RuntimeError(
                 "the storage is empty: write transitions with record(), add() or extend() first."
             )
-        noise = torch.empty(self.num_draws, batch_size, dtype=torch.int64)
-        return self.draw(storage, noise.random_(generator=self._rng).unbind(), None)
+        noise = np.empty((self.num_draws, batch_size), np.int64)
+        torch.from_numpy(noise).random_(generator=self._rng)
+        slots, info = self.draw(storage, noise, None)
+        tensors = map(torch.from_numpy, info.values())
+        return torch.from_numpy(slots), dict(zip(info, tensors, strict=True))
 
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
+    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws a batch by some random numbers.
 
         Args:
             storage: holds the rows, at least one.
-            noise: D times `[B]` int64 random numbers, uniform from 0 to 2^63 - 1.
+            noise: `[D, B]` int64 random numbers, uniform from 0 to 2^63 - 1.
             window: how many of the newest steps of each lane to draw from; None is all.
 
         Returns:
-            As `sample`.
+            As `sample`, but arrays.
         """
         raise NotImplementedError
 

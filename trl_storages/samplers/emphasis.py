@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
+import numpy as np
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
@@ -137,9 +137,7 @@ class ERESampler(WrappingSampler):
             reference_rows=episodes.capacity if self.reference == "capacity" else None,
         )
 
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
+    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update, as its base does in the window."""
         index = storage.episodes
         phase, now = self._phase, (index.epoch, int(index.cursors.sum()))

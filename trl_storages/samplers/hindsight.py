@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from tensordict import NestedKey
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -140,9 +141,7 @@ class HERSampler(WrappingSampler):
         """Which goal of the batch is drawn."""
         return self._goal_key
 
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
+    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws transitions and their goal rows.
 
         Returns:
@@ -165,13 +164,13 @@ class HERSampler(WrappingSampler):
         if len(own) > 1:
             kinds = kinds_of_batch(len(own), self.num_goals, mixture)
         else:  # the floor would always be 0
-            kind = _kind_by_chance(int(own), self.num_goals, mixture)
-            kinds = torch.full_like(own, kind, dtype=torch.uint8)
-        steps = None
+            kind = _kind_by_chance(int(own[0]), self.num_goals, mixture)
+            kinds = np.full(1, kind, np.uint8)
+        steps: tuple[np.ndarray, ...] = ()
         if "geometric" in dict(mixture):
-            steps = geometric_steps(own, self.discount)
+            steps = (geometric_steps(torch.from_numpy(own), self.discount).numpy(),)
         index_key, mask_key = self._entries
-        info[index_key] = storage.episodes.goals(slots, own, kinds, steps)
+        info[index_key] = storage.episodes.goals(slots, own, kinds, *steps)
         info[mask_key] = kinds > 0
         return slots, info
 
@@ -194,7 +193,7 @@ def _numbered(mixture: _Mixture) -> tuple[list[int], list[float]]:
 
 
 @lru_cache(maxsize=16)
-def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> torch.Tensor:
+def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray:
     """Returns how the goal of each transition of a batch is drawn.
 
     floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The strategies alternate
@@ -215,7 +214,7 @@ def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> torch.Tens
     # For k >= B, only the first transition of the batch keeps its goal.
     period = int(min(num_goals, size)) + 1
     relabelled = [at for at in range(size) if at % period or num_goals == math.inf]
-    found = torch.zeros(size, dtype=torch.uint8)
+    found = np.zeros(size, np.uint8)
     for at, place in zip(relabelled, even_turns(num_of_each(len(relabelled), shares)), strict=True):
         found[at] = kinds[place]
     return found

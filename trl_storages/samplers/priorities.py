@@ -48,8 +48,9 @@ class Priorities:
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
-        # What was taken in of the index, a `Seen`.
+        # What was taken in of the index, a `Seen`, with its cursors and tails.
         self._seen: Any = None
+        self._lanes: Any = None
         if largest is None:
             largest = priorities.largest_of(self.raw, index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
@@ -69,6 +70,7 @@ class Priorities:
             self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
+            self._lanes = self._seen.lanes
             self._set(changes.gone, _NOTHING)
             self._take_in(changes.new)
         if self._known is not None and self._num_updates != self.index.num_updates[0]:
@@ -149,8 +151,7 @@ class Priorities:
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
             # The newest that the tree knows: another process may be writing.
-            lanes = self._seen.lanes
-            tree.newest_ranges(lanes, self.index.steps_per_lane, window, ranges)
+            tree.newest_ranges(self._lanes, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges

@@ -15,6 +15,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, unit_interval, warn_caller
+from trl_storages.kernels.draws import steps_of
 from trl_storages.kernels.priorities import are_priorities
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
@@ -137,9 +138,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         found.catch_up()
         return found
 
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
+    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots in proportion to their priorities.
 
         Returns:
@@ -155,7 +154,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
                 "which needs its td_error; or draw uniformly, with alpha=0."
             )
-        drawn, weights, total, ranges = priorities.draw(noise[0].numpy(), window)
+        slots, weights, total, ranges = priorities.draw(noise[0], window)
         if self.normalize == "none":
             count = len(storage.episodes)
             if window is not None:
@@ -164,11 +163,9 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((top / weights) ** self.beta).astype(np.float32)
-        slots = torch.from_numpy(drawn)
-        return slots, {
-            keys.PRIORITY_WEIGHT: torch.from_numpy(weight),
-            keys.PRIORITY_STAMP: storage.episodes.steps_of(slots),
-        }
+        steps = np.empty_like(slots)
+        steps_of(storage.episodes.tables, slots, steps)
+        return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: steps}
 
     @property
     def priorities(self) -> torch.Tensor:
@@ -223,14 +220,17 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             TypeError, IndexError: the slots are not numbers of slots.
         """
         storage.check_writable()
-        slots = arguments.values("index", slots).reshape(-1).cpu()
+        slots = arguments.values("index", slots)
         if slots.is_floating_point() or slots.dtype is torch.bool:
             raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        at, values = slots.long(), checked_priorities(priority, len(slots))
+        at = slots.long().cpu().numpy().reshape(-1)
+        values = checked_priorities(priority, len(at))
         known = self.priorities_of(storage)
         if steps is None:
-            steps = storage.episodes.steps_of(at.clamp(0, storage.max_size - 1))
-        known.update(at.numpy(), steps.reshape(-1).cpu().numpy(), values.numpy())
+            taken = storage.episodes.steps_of(at.clip(0, storage.max_size - 1))
+        else:
+            taken = steps.cpu().numpy().reshape(-1)
+        known.update(at, taken, values)
 
     # What TorchRL's buffers call
 
@@ -263,18 +263,19 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         )
 
 
-def checked_priorities(priority: Any, num_rows: int) -> torch.Tensor:
+def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
     """Returns `[num_rows]` float32 priorities on the host.
 
     Raises:
         ValueError: one is negative or not finite, or there is another number of them.
     """
-    values = arguments.values("priority", priority).detach().reshape(-1).float().cpu()
+    given = arguments.values("priority", priority).detach()
+    values: np.ndarray = given.float().cpu().numpy().reshape(-1)
     if len(values) not in (1, num_rows):
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not are_priorities(values.numpy()):
+    if not are_priorities(values):
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )

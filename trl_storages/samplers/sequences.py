@@ -102,17 +102,19 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             network that restarts there enters the episode with its first state.
         """
         S = self.num_steps
-        rows, valid, begins = storage.episodes.sequences(index, self.burn_in, S, self.boundary)
+        slots, valid, begins = storage.episodes.sequences(
+            index.numpy(), self.burn_in, S, self.boundary
+        )
         expanded = {name: value.repeat_interleave(S, 0) for name, value in info.items()}
         expanded[keys.ANCHOR_INDEX] = index.repeat_interleave(S)
-        place = torch.arange(rows.numel())
+        place = torch.arange(slots.size)
         step = place % S
         expanded[keys.SEQUENCE_ID] = place // S
         expanded[keys.STEP_IN_SEQUENCE] = step
         expanded[keys.LEARNING_MASK] = (step >= self.burn_in) & (step < self.burn_in + self.length)
-        expanded[keys.VALIDITY_MASK] = valid.reshape(-1)
-        expanded[keys.IS_INIT] = begins.reshape(-1, 1)
-        return rows.reshape(-1), expanded
+        expanded[keys.VALIDITY_MASK] = torch.from_numpy(valid.reshape(-1))
+        expanded[keys.IS_INIT] = torch.from_numpy(begins.reshape(-1, 1))
+        return torch.from_numpy(slots.reshape(-1)), expanded
 
     def targets(
         self, batch: TensorDictBase, values: Tensor, *, discount: float

@@ -106,9 +106,7 @@ class UniformSampler(OwnSampler):
     def ran_out(self, value: bool) -> None:
         self._has_run_out = value
 
-    def draw(
-        self, storage: PackedStorage, noise: tuple[torch.Tensor, ...], window: int | None
-    ) -> Drawn:
+    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots, and no entries.
 
         Raises:
@@ -118,9 +116,9 @@ class UniformSampler(OwnSampler):
             return storage.episodes.draw(noise[0], window), {}
         if window is not None:
             raise ValueError("UniformSampler(without_replacement=True) draws from all rows only.")
-        return torch.from_numpy(self._go_on(storage.episodes, noise[0])), {}
+        return self._go_on(storage.episodes, noise[0]), {}
 
-    def _go_on(self, index: EpisodeIndex, noise: torch.Tensor) -> np.ndarray:
+    def _go_on(self, index: EpisodeIndex, noise: np.ndarray) -> np.ndarray:
         """Draws the next rows of the epoch, and of others where they are not enough."""
         found: list[np.ndarray] = []
         num_found, has_run_out, epoch, at = 0, False, self._epoch, self._num_drawn

@@ -73,7 +73,7 @@ class DeviceRows:
         self._ends = np.zeros((index.num_envs, layout.seen_words), np.int64)
         self._places = torch.from_numpy(layout.places()).to(device)
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
 
         Returns:
@@ -91,7 +91,7 @@ class DeviceRows:
         self._copy_in(words, sent(at, self.device))
         streams.publish(tables, which, offsets)
         self._keep(which[offsets[1:] > offsets[:-1]], lasts)
-        return torch.from_numpy(slots), gaps
+        return slots, gaps
 
     def _tips(self, which: np.ndarray) -> np.ndarray:
         """Returns where in `_ends` is what streams end with; -1 if that is not known."""
@@ -166,12 +166,16 @@ class DeviceRows:
 
     def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the numbers of the entries that rows are in, `[*B]` int64 on the device."""
-        return sent(self._index.entries_of(slots), self.device)
+        return sent(self._index.where.take(slots.numpy()), self.device)
+
+    def picked(self, entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Returns the entry `at` `[B]` of each window, of `[n, B]`."""
+        return entries.gather(0, at[None])[0]
 
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field = self._layout.field(key)
-        flat = sent(at, self.device).reshape(-1)
+        flat = at.reshape(-1)
         if field.is_next:
             flat = flat + 1
         if field.stack is None:
@@ -196,11 +200,11 @@ class DeviceRows:
         Returns:
             `[B, row_words]` int64.
         """
-        words = self._words_of(sent(at, self.device))
+        words = self._words_of(at)
         if last is not at:
             # From the values of the step under `next` on.
             begin = self._layout.next_word - self._layout.entry_words + self._layout.root_words
-            words[:, begin:] = self._words_of(sent(last, self.device))[:, begin:]
+            words[:, begin:] = self._words_of(last)[:, begin:]
         return self._entries.view(-1)[words]
 
     def paste(self, *_: Any) -> bool:
@@ -214,4 +218,4 @@ class DeviceRows:
         # Whatever the strides of the values are.
         copied = torch.empty(len(at), field.size, dtype=field.dtype, device=self.device)
         copied.copy_(sent(values, self.device).reshape(copied.shape))
-        column.index_copy_(0, sent(at, self.device), copied.view(column.dtype))
+        column.index_copy_(0, at, copied.view(column.dtype))

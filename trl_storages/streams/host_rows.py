@@ -79,8 +79,6 @@ class HostRows:
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
-        #: Returns the numbers of the entries that rows are in, `[*B]` int64 of slots.
-        self.entries_of = index.entries_of
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         self._elements = _ElementsOf(layout, self.entries)
@@ -103,7 +101,7 @@ class HostRows:
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[torch.Tensor, int]:
+    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
 
         Returns:
@@ -123,7 +121,7 @@ class HostRows:
         self._written += num_rows
         if self._written >= self._often:
             self._give_back()
-        return torch.from_numpy(slots), gaps
+        return slots, gaps
 
     def _reserve(self, num_rows: int) -> None:
         """Reserves room on the disk for a write of so many rows, and for some more."""
@@ -194,10 +192,19 @@ class HostRows:
             *(how, at, slots, steps),
         )
 
-    def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
+    def entries_of(self, slots: torch.Tensor) -> np.ndarray:
+        """Returns the numbers of the entries that rows are in, `[*B]` int64."""
+        return self._index.where.take(slots.numpy())
+
+    def picked(self, entries: np.ndarray, at: torch.Tensor) -> np.ndarray:
+        """Returns the entry `at` `[B]` of each window, of `[n, B]`."""
+        found: np.ndarray = entries[at.numpy(), np.arange(len(at))]
+        return found
+
+    def take(self, key: NestedKey, at: np.ndarray) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field, words, ahead, start, size = self._elements[key]
-        flat = at.numpy().reshape(-1)
+        flat = at.reshape(-1)
         if not len(flat):  # has no strides to be viewed by
             return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
         k = self._layout.frames if field.stack else 1
@@ -208,24 +215,22 @@ class HostRows:
             return values.view(*at.shape, *field.shape)
         return field.stack.stacks(values.view(*at.shape, k, *field.frame_shape), field.shape)
 
-    def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def gather(self, at: np.ndarray, last: np.ndarray) -> torch.Tensor:
         """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
 
         Returns:
             `[B, row_words]` int64.
         """
-        rows = torch.empty(len(at), self._layout.row_words, dtype=torch.int64)
-        streams.gather(
-            *(self.entries, self._layout.sizes, self._layout.frames),
-            *(at.numpy(), last.numpy(), rows.numpy()),
-        )
-        return rows
+        # An array without rows has no strides to be viewed by.
+        rows = np.empty((len(at) or 1, self._layout.row_words), np.int64)[: len(at)]
+        streams.gather(self.entries, self._layout.sizes, self._layout.frames, at, last, rows)
+        return torch.from_numpy(rows)
 
     def paste(
         self,
         rows: torch.Tensor,
         key: NestedKey,
-        at: torch.Tensor,
+        at: np.ndarray,
         mask: torch.Tensor,
         targets: tuple[NestedKey, ...],
     ) -> bool:
@@ -249,10 +254,10 @@ class HostRows:
         if not len(firsts):
             return False
         words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, at.numpy(), ahead, start, size, mask.numpy(), words, firsts)
+        streams.paste(elements, at, ahead, start, size, mask.numpy(), words, firsts)
         return True
 
-    def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
+    def rewrite(self, key: NestedKey, at: np.ndarray, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `at` `[B]`.
 
         Raises:
@@ -264,4 +269,4 @@ class HostRows:
         copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
         words = copied.view(torch.uint8).numpy().view(elements.dtype)
-        elements[at.numpy(), start : start + size] = words
+        elements[at, start : start + size] = words

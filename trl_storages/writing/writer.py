@@ -269,7 +269,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 'pass on_gap="ignore" if observations are changed between steps.'
             )
         self._is_resumed[block.which] = False
-        return slots
+        return torch.from_numpy(slots)
 
     def _cut_from_others(self, block: Block) -> Block:
         """Cuts lanes that another process has written: its environments are others."""
