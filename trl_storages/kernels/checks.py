@@ -57,7 +57,7 @@ def _finished(total: int) -> int:
     return total ^ (total >> 31 & _BY_31)
 
 
-@loop
+@inlined
 def _of_observation(entries: Any, p: int, size: int, c: Any) -> int:
     """Returns the check of the observation of entry p, of `size` words."""
     total = _START
@@ -66,7 +66,7 @@ def _of_observation(entries: Any, p: int, size: int, c: Any) -> int:
     return _finished(total)
 
 
-@loop
+@inlined
 def _of_step(entries: Any, marks: Any, p: int, size: int, k: int, number: int, c: Any) -> int:
     """Returns the check of the step in entry p, behind `size` words of observation."""
     width = entries.shape[1]
@@ -94,15 +94,17 @@ def mark(
         slots: `[N]` its slot.
         steps: `[N]` the number of its step.
     """
-    _, episode, ends, spans, _, T, _, k, _ = index
+    _, episode, ends, spans, lanes, T, _, k, _ = index
     marks, c = marked
     for i in range(len(at)):
-        p, slot = at[i], slots[i]
         # Observations that were there are marked already.
-        for q in range(p - (k - 1) if how[i] != SAME else p + 1, p + 2):
+        for q in range(at[i] - (k - 1) if how[i] != SAME else at[i] + 1, at[i] + 2):
             marks[q, NUMBER] = marks[q, OF_STEP] = 0
             marks[q, OF_OBSERVATION] = _of_observation(entries, q, size, c)
-        begins = spans[slot // T, episode[slot], FIRST] == steps[i]
+    for i in range(len(at)):
+        p, slot = at[i], slots[i]
+        e = slot // T if len(lanes) > 1 else 0
+        begins = spans[e, episode[slot], FIRST] == steps[i]
         number = (steps[i] + 1) << 2 | (2 if begins else 0) | (1 if ends[slot] == DONE else 0)
         marks[p, OF_STEP] = _of_step(entries, marks, p, size, k, number, c)
         marks[p, NUMBER] = number

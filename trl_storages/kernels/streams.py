@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.checks import mark
-from trl_storages.kernels.compile import copy_words, fence, loop, prefetch
+from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
 from trl_storages.kernels.words import (
     AGAIN,
     CURSOR,
@@ -79,6 +79,24 @@ def find_tips(index: Any, which: Any, tips: Any) -> None:
         tips[m] = where[e * T + (cursor - 1) % T] + 1 if cursor > 0 else -1
 
 
+@inlined
+def _are_same(one: Any, p: int, q: int, other: Any, i: int, j: int, size: int) -> bool:
+    """Returns whether `one[p, q : q + size]` equals `other[i, j : j + size]`."""
+    here, there, different = one[p, q : q + size], other[i, j : j + size], 0
+    for w in range(size):
+        different |= here[w] ^ there[w]
+    return different == 0
+
+
+@inlined
+def _compared(before: Any, p: int, q: int, block: Any, i: int, S: int, sizes: Any) -> int:
+    """Returns how row i of a block compares with an observation, `before[p, q : q + S]`."""
+    _, _, first, end, _ = sizes
+    if _are_same(before, p, q, block, i, 0, S):
+        return SAME
+    return AGAIN if _are_same(before, p, q + first, block, i, first, end - first) else GAP
+
+
 @loop
 def compare(
     entries: Any, sizes: Any, k: int, tips: Any, offsets: Any, block: Any, how: Any
@@ -94,28 +112,20 @@ def compare(
         block: `[N, 2 S + W - O]` rows, lane by lane.
         how: `[N]` uint8, the result.
     """
-    F, O, first, end, _ = sizes
+    F, O, _, _, _ = sizes
     S = O + (k - 1) * F
-    after = block.shape[1] - S
+    after, last = block.shape[1] - S, np.empty((1, S), np.int64)
     for m in range(len(tips)):
         for i in range(offsets[m], offsets[m + 1]):
-            how[i] = GAP
-            if i == offsets[m] and tips[m] < 0:
-                continue
-            same = goes_on = True
-            for w in range(S):
-                if i > offsets[m]:
-                    differs = block[i - 1, after + w] != block[i, w]
-                elif w < k * F:
-                    differs = entries[tips[m] - (k - 1) + w // F, w % F] != block[i, w]
-                else:
-                    differs = entries[tips[m], w - (k - 1) * F] != block[i, w]
-                if differs:
-                    same = False
-                    if first <= w < end:
-                        goes_on = False
-                        break
-            how[i] = SAME if same else AGAIN if goes_on else GAP
+            if i > offsets[m]:
+                how[i] = _compared(block, i - 1, after, block, i, S, sizes)
+            elif tips[m] < 0:
+                how[i] = GAP
+            else:
+                for j in range(k - 1):
+                    copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
+                copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
+                how[i] = _compared(last, 0, 0, block, i, S, sizes)
 
 
 @loop
@@ -229,13 +239,17 @@ def plan(
 def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> None:
     """Copies the rows of a block into their entries."""
     F, O, _, _, _ = sizes
-    older, last = (k - 1) * F, block.shape[1] - O
+    older, last, W = (k - 1) * F, block.shape[1] - O, entries.shape[1]
     for i in range(len(at)):
+        if i + _AHEAD < len(at):
+            for byte in range(0, W * 8, 64):
+                prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
         if how[i] != SAME:
             for j in range(k - 1):
                 copy_words(entries, at[i] - (k - 1) + j, 0, block, i, j * F, F)
-        # The newest frame, the rest of the observation and the step lie side by side.
-        copy_words(entries, at[i], 0, block, i, older, entries.shape[1])
+            # The newest frame and the rest of the observation lie side by side.
+            copy_words(entries, at[i], 0, block, i, older, O)
+        copy_words(entries, at[i], O, block, i, older + O, W - O)
         copy_words(entries, at[i] + 1, 0, block, i, last, O)
 
 
@@ -273,8 +287,9 @@ def put(
     if len(marked[0]):
         steps = np.empty(len(block), np.int64)
         for m in range(len(which)):
+            before = index[LANES][which[m], CURSOR] - offsets[m]
             for i in range(offsets[m], offsets[m + 1]):
-                steps[i] = index[LANES][which[m], CURSOR] + i - offsets[m]
+                steps[i] = before + i
         mark(index, entries, sizes[1], marked, how, at, slots, steps)
     publish(index, which, offsets)
     return gaps
@@ -314,10 +329,15 @@ def take(elements: Any, at: Any, ahead: int, start: int, out: Any) -> None:
 
     Entries are viewed as `elements` `[E M, *]`.
     """
-    size, k = elements.shape[1] * elements.itemsize, out.shape[1]
+    width, k, first_byte = (
+        elements.shape[1] * elements.itemsize,
+        out.shape[1],
+        start * elements.itemsize,
+    )
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            prefetch(elements, (at[i + _AHEAD] + ahead) * size + start * elements.itemsize)
+            for byte in range(first_byte, first_byte + out.shape[2] * elements.itemsize + 56, 64):
+                prefetch(elements, (at[i + _AHEAD] + ahead) * width + byte)
         for j in range(k):
             for w in range(out.shape[2]):
                 out[i, j, w] = elements[at[i] + ahead - (k - 1) + j, start + w]
@@ -339,10 +359,11 @@ def paste(
         rows: `[B, *]`, viewed likewise.
         firsts: where it goes in a row.
     """
-    width = elements.shape[1] * elements.itemsize
+    width, first_byte = elements.shape[1] * elements.itemsize, start * elements.itemsize
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            prefetch(elements, (at[i + _AHEAD] + ahead) * width + start * elements.itemsize)
+            for byte in range(first_byte, first_byte + size * elements.itemsize + 56, 64):
+                prefetch(elements, (at[i + _AHEAD] + ahead) * width + byte)
         if mask[i]:
             p = at[i] + ahead
             for w in range(size):
