@@ -10,15 +10,21 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from contract.make import DISCOUNT, make
 from contract.model import Model, assert_folded
-from contract.steps import Transition
+from contract.steps import Transition, rows
 from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
+
+import trl_storages
 
 pytestmark = [
     pytest.mark.requirement("persistence"),
@@ -26,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*was not closed:RuntimeWarning"),
 ]
 
+PACKAGE = str(Path(trl_storages.__file__).parent)
 STEPS, MANY_STEPS = 12, 200
 PAGE = 4096
 
@@ -77,6 +84,87 @@ def test_a_writer_that_is_killed(tmp_path):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_writer_that_is_killed_often(tmp_path, seed):
     kill_and_reopen(tmp_path / "rows", 100, seed)
+
+
+def killed(path: Path, act: Callable[[Any], Any] | None, at_line: int) -> bool:
+    """Whether a process is killed before this line of an operation, or of opening; or is done before."""
+    if not (pid := os.fork()):
+        torch.set_num_threads(1)
+        storage = None if act is None else opened(path, STEPS)
+        lines = count(1)
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                return None
+            if event == "line" and next(lines) == at_line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        if act is None:
+            opened(path, STEPS)
+        else:
+            act(storage)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status > 0
+
+
+def kill_at_lines(path: Path, name: str, first: int, step: int) -> int:
+    """Kills an operation at every so many lines; returns how many points that were."""
+    script, lanes = Script(3), [[], []]
+    storage = opened(path / "before", STEPS)
+    write_on(storage, script, lanes, 2)
+    storage.dumps(path / "dump")
+    dumped = [steps[-STEPS:] for steps in lanes]
+    write_on(storage, Script(4, next_start(lanes)), lanes, 4)
+    storage.close()
+    before, block = [steps[-STEPS:] for steps in lanes], Script(5, next_start(lanes)).block(0)
+    written = [[*old, *new][-STEPS:] for old, new in zip(before, block, strict=True)]
+    data = torch.stack([rows(steps) for steps in block])
+    operations: dict[str, tuple[Any, list[list[Transition]]]] = {
+        "open": (None, before),
+        "extend": (lambda it: it.extend(data), written),
+        "flush": (lambda it: it.flush(), before),
+        "end": (lambda it: it.end_episodes(), before),
+        "empty": (lambda it: it.empty(), [[], []]),
+        "keep": (lambda it: it.empty(keep_steps=3), [steps[-3:] for steps in before]),
+        "load": (lambda it: it.loads(path / "dump"), dumped),
+        "close": (lambda it: it.close(), before),
+    }
+    act, after = operations[name]
+    num_points, copied = 0, path / "copy"
+    shutil.copytree(path / "before", copied)
+    while killed(copied, act, first + num_points * step):
+        num_points += 1
+        storage = opened(copied, STEPS)
+        lanes = found(storage)
+        if name == "extend":
+            assert_kept(lanes, before, block, STEPS)
+        else:
+            assert lanes in (before, after)
+        storage.validate()
+        check_draws(storage, lanes)
+        write_on(storage, Script(num_points, next_start(lanes)), lanes, 2)
+        assert found(storage) == [steps[-STEPS:] for steps in lanes]
+        storage.close(keep=False)
+        shutil.copytree(path / "before", copied)
+    return num_points
+
+
+NAMES = ["open", "extend", "flush", "end", "empty", "keep", "load", "close"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_that_is_killed_at_some_lines(tmp_path, name):
+    assert kill_at_lines(tmp_path, name, 1 + NAMES.index(name), 120)
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_that_is_killed_at_every_line(tmp_path, name):
+    assert kill_at_lines(tmp_path, name, 1, 1) > 20
 
 
 def after_cut(moments: list[Path], to: Path, luck: random.Random) -> Path:

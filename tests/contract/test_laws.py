@@ -382,6 +382,11 @@ class TestPriorities:
         kept = lanes.lanes[0][:6]
         raw = {step: 0.25 if step in kept else 1.0 for step in lanes.live()}
         assert_priorities(storage, lanes, raw, 1.0)
+        batch = storage.sample(60)
+        batch["td_error"] = torch.full((60,), 0.5)
+        lanes.write(storage, [ends([], 6)])
+        storage.update_tensordict_priority(batch)  # all of them
+        assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 1.0), 1.0)
 
     def test_a_row_without_error_is_still_drawn(self):
         storage, lanes = assemble(2, sampler=PERSampler(2, alpha=1.0, beta=1.0, eps=0.5)), Lanes(2)
@@ -565,6 +570,9 @@ class TestRecency:
         sampler.begin_phase(1)
         raw = {step: raw[step] for step in lanes.newest(window)}
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
+        storage.empty(keep_steps=4)
+        sampler.begin_phase(1)
+        assert (storage.sample(64)["priority_weight"] == 1).all()  # all alike
 
 
 @pytest.mark.requirement("ere-eta")

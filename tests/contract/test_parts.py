@@ -279,6 +279,17 @@ def test_an_iteration_ends_with_the_epoch(prefetch):
         storage.sample()
 
 
+def test_only_the_named_lanes_are_cut(place):
+    storage, lanes = assemble(40, 2, place=place), Lanes(40, 2)
+    for named, length in ((None, 2), ([1], 3), ([False, True], 4)):
+        if named:
+            storage.end_episodes(named)
+        lanes.write(storage, [ends([], length)] * 2)
+    listed = storage.episodes.episodes()
+    assert listed["lane"].tolist() == [0, 1, 1, 1]
+    assert listed["length"].tolist() == [9, 2, 3, 4]
+
+
 class Tripled(Transform):
     """Rewards are stored times three, and drawn as they were."""
 

@@ -144,7 +144,8 @@ class ERESampler(WrappingSampler):
         before, phase.seen = phase.seen, now
         is_new = before is None or before[1] < now[1]
         if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
-            phase.update, phase.num_updates, is_new = 0, 0, True
+            self._phase = phase = _Phase(seen=now)
+            is_new = True
         # What was written since a phase was over begins the next one.
         if is_new and phase.update >= phase.num_updates:
             self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
