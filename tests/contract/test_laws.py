@@ -75,10 +75,13 @@ class TestUniform:
 
 @pytest.mark.requirement("uniform-ring")
 class TestEpochs:
-    @pytest.mark.parametrize("batch_size", [1, 4, 16])
-    def test_each_row_comes_once_an_epoch(self, batch_size):
+    @pytest.mark.parametrize(
+        ("history", "batch_size"),
+        [("unequal fill", 1), ("unequal fill", 4), ("unequal fill", 16), ("one lane wrapped", 4)],
+    )
+    def test_each_row_comes_once_an_epoch(self, history, batch_size):
         sampler = UniformSampler(without_replacement=True)
-        storage, lanes = filled(HISTORIES["unequal fill"], sampler=sampler)
+        storage, lanes = filled(HISTORIES[history], sampler=sampler)
         orders = []
         for _ in range(3):
             drawn = []
@@ -571,6 +574,7 @@ class TestRecency:
         raw = {step: raw[step] for step in lanes.newest(window)}
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
         storage.empty(keep_steps=4)
+        lanes.write(storage, [ends([], 6)], [0])
         sampler.begin_phase(1)
         assert (storage.sample(64)["priority_weight"] == 1).all()  # all alike
 
@@ -776,6 +780,20 @@ class TestSequences:
                     expected = row["next", "reward"].item()
                     expected += 0 if is_over else 0.5**m * after[0]
                     assert found[at].item() == pytest.approx(expected)
+
+    def test_a_goal_that_was_reached_is_no_state_to_go_on_from(self):
+        """As where `terminated_fn` says so in the middle of an episode."""
+        unit = EpisodeSequence(2, bootstrap=1)
+        storage, lanes = assemble(30, sample_unit=unit), Lanes(30)
+        lanes.write(storage, [ends([], 20)])
+        batch = storage.sample(10).reshape(10, 3)
+        batch["next", "terminated"][:, 0] = True
+        target, mask = unit.targets(batch, torch.full((10, 3), 7.0), discount=0.5)
+        assert mask[:, 0].all()
+        assert torch.equal(target[:, 0], batch["next", "reward"][:, 0, 0])
+        known, reward = mask[:, 1], batch["next", "reward"][:, 1, 0]
+        assert known.any()
+        assert torch.equal(target[:, 1][known], (reward + 3.5)[known])
 
     @pytest.mark.requirement("per-sequence")
     def test_the_mix_of_r2d2(self):

@@ -213,17 +213,14 @@ def test_it_answers_as_a_list_does(history):
 def test_the_newest_steps_are_ranges(num_lanes, num_steps, data):
     index = EpisodeIndex(num_lanes * num_steps, num_lanes)
     for lane in range(num_lanes):
-        index.cursors[lane] = cursor = data.draw(st.integers(0, 3 * num_steps))
-        index.tails[lane] = data.draw(st.integers(max(cursor - num_steps, 0), cursor))
-    for window in range(1, num_steps + 2):
+        index.cursors[lane] = data.draw(st.integers(0, 3 * num_steps))
+    for window in range(1, num_steps + 1):
         ranges = np.empty((2, 2 * num_lanes), np.int64)
         tree.newest_ranges(index.tables[LANES], index.steps_per_lane, window, ranges)
         found = [leaf for bounds in ranges.T for leaf in range(*bounds)]
         expected = [
             lane * num_steps + step % num_steps
             for lane in range(num_lanes)
-            for step in range(
-                max(index.tails[lane], index.cursors[lane] - window), index.cursors[lane]
-            )
+            for step in range(max(index.cursors[lane] - window, 0), index.cursors[lane])
         ]
         assert sorted(found) == sorted(expected)

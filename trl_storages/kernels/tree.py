@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trl_storages.kernels.compile import inlined, loop, prefetch
-from trl_storages.kernels.words import CURSOR, TAIL
+from trl_storages.kernels.words import CURSOR
 
 __all__ = [
     "draw_leaves",
@@ -131,11 +131,17 @@ def renew(nodes: Any, starts: Any, is_least: bool) -> None:
 def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
     """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends.
 
-    `lanes` `[E, 2]` are cursors and tails as the tree knows them, T the steps of each.
+    Those that have given way are among them, and have no weight.
+
+    Args:
+        lanes: `[E, 2]` cursors and tails as the tree knows them.
+        T: the steps of each.
+        window: at most T.
+        ranges: the result.
     """
     for e in range(len(lanes)):
         cursor = lanes[e, CURSOR]
-        count = max(min(cursor - lanes[e, TAIL], window), 0)
+        count = min(cursor, window)
         first = (cursor - count) % T
         end = first + count
         ranges[0, 2 * e], ranges[1, 2 * e] = e * T + first, e * T + min(end, T)

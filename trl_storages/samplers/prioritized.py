@@ -239,11 +239,6 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         """N."""
         return self._max_capacity
 
-    @property
-    def default_priority(self) -> float:
-        """The raw priority of new rows."""
-        return 1.0 if self._priorities is None else self._priorities.of_new
-
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
         """Sets the priorities of rows that `storage` holds; see `set_priorities`."""
         self.set_priorities(storage, index, priority)
