@@ -151,13 +151,21 @@ def _copy_bytes(target: Any, to: int, source: Any, start: int, size: int) -> Non
 
 
 @_instead(_prefetch)
-def prefetch(array: Any, byte: int) -> None:
+def _prefetch_line(array: Any, byte: int) -> None:
     """Asks for the cache line that holds byte `byte` of a contiguous array."""
 
 
 @_instead(_fence)
 def fence() -> None:
     """Orders all reads and writes before it and after it, also for other processes."""
+
+
+@inlined
+def prefetch(array: Any, i: int, first: int = 0, end: int = 8) -> None:
+    """Asks for the cache lines of bytes `first` to `end`, in words of 8, of row i of an array."""
+    start = i * array.strides[0]
+    for byte in range(first, end + 56, 64):
+        _prefetch_line(array, start + byte)
 
 
 @inlined

@@ -118,8 +118,8 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
         place = oldest[e] + rank - starts[e]
         slots[i] = e * T + (place - T if place >= T else place)
         # What is asked for next.
-        prefetch(episode, slots[i] * 8)
-        prefetch(where, slots[i] * 8)
+        prefetch(episode, slots[i])
+        prefetch(where, slots[i])
 
 
 @loop
@@ -134,6 +134,7 @@ def bounds(index: Any, slots: Any) -> Any:
     _, episode, _, spans, lanes, T, _, _, _ = index
     E = len(lanes)
     newest, last_places = np.empty(E, np.int64), np.empty(E, np.int64)
+    flat_spans = spans.reshape(-1, 2)
     found = np.empty((len(slots), 4), np.int64)
     for e in range(E):  # read once: another process may be writing
         newest[e] = lanes[e, CURSOR] - 1
@@ -142,10 +143,10 @@ def bounds(index: Any, slots: Any) -> Any:
         if not 0 <= slots[i] < len(episode):
             raise IndexError("slots must be at least 0 and below the number of slots")
         if i + _AHEAD < len(slots):
-            prefetch(episode, slots[i + _AHEAD] * 8)
+            prefetch(episode, slots[i + _AHEAD])
         e = slots[i] // T if E > 1 else 0
         found[i, BEGIN] = e * (T + 1) + episode[slots[i]]
-        prefetch(spans, found[i, BEGIN] * 16)
+        prefetch(flat_spans, found[i, BEGIN])
     for i in range(len(slots)):
         e = slots[i] // T if E > 1 else 0
         ahead = last_places[e] - (slots[i] - e * T)
@@ -225,7 +226,7 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
         elif kind == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
         out[i] = moved(slots[i], offset, E, T)
-        prefetch(where, out[i] * 8)
+        prefetch(where, out[i])
 
 
 @loop

@@ -242,8 +242,7 @@ def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> 
     older, last, W = (k - 1) * F, block.shape[1] - O, entries.shape[1]
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            for byte in range(0, W * 8, 64):
-                prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
+            prefetch(entries, at[i + _AHEAD], 0, W * 8)
         if how[i] != SAME:
             for j in range(k - 1):
                 copy_words(entries, at[i] - (k - 1) + j, 0, block, i, j * F, F)
@@ -311,10 +310,8 @@ def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> No
     older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            for byte in range(0, W * 8, 64):
-                prefetch(entries, at[i + _AHEAD] * W * 8 + byte)
-            for byte in range(R * 8, (W + O) * 8 + 56, 64):
-                prefetch(entries, last[i + _AHEAD] * W * 8 + byte)
+            prefetch(entries, at[i + _AHEAD], 0, W * 8)
+            prefetch(entries, last[i + _AHEAD], R * 8, (W + O) * 8)
         for j in range(k - 1):
             copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
             copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
@@ -329,15 +326,10 @@ def take(elements: Any, at: Any, ahead: int, start: int, out: Any) -> None:
 
     Entries are viewed as `elements` `[E M, *]`.
     """
-    width, k, first_byte = (
-        elements.shape[1] * elements.itemsize,
-        out.shape[1],
-        start * elements.itemsize,
-    )
+    k, begin, size = out.shape[1], start * elements.itemsize, out.shape[2] * elements.itemsize
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            for byte in range(first_byte, first_byte + out.shape[2] * elements.itemsize + 56, 64):
-                prefetch(elements, (at[i + _AHEAD] + ahead) * width + byte)
+            prefetch(elements, at[i + _AHEAD] + ahead, begin, begin + size)
         for j in range(k):
             for w in range(out.shape[2]):
                 out[i, j, w] = elements[at[i] + ahead - (k - 1) + j, start + w]
@@ -359,11 +351,10 @@ def paste(
         rows: `[B, *]`, viewed likewise.
         firsts: where it goes in a row.
     """
-    width, first_byte = elements.shape[1] * elements.itemsize, start * elements.itemsize
+    begin, end = start * elements.itemsize, (start + size) * elements.itemsize
     for i in range(len(at)):
         if i + _AHEAD < len(at):
-            for byte in range(first_byte, first_byte + size * elements.itemsize + 56, 64):
-                prefetch(elements, (at[i + _AHEAD] + ahead) * width + byte)
+            prefetch(elements, at[i + _AHEAD] + ahead, begin, end)
         if mask[i]:
             p = at[i] + ahead
             for w in range(size):

@@ -221,7 +221,7 @@ def draw_leaves(
                 rest[i] -= begins
                 leaves[i] = leaves[i] * FAN_OUT + chosen
                 if level < depth:
-                    prefetch(sums, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+                    prefetch(sums, starts[level + 1] + leaves[i] * FAN_OUT)
     for i in range(batch):
         weights[i] = sums[starts[depth] + leaves[i]]
     return total
