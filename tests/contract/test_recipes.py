@@ -10,7 +10,7 @@ from contract.lanes import Lanes, ends
 from contract.make import DISCOUNT, library, make, make_for, make_of, new_folder, spaces
 from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from gymnasium.vector import AutoresetMode
-from torchrl.data import Composite, Unbounded
+from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv
 from torchrl.envs.transforms import RewardScaling
 
@@ -65,6 +65,22 @@ def test_fields_are_those_of_spaces_or_specs(kind, of):
     storage.extend(data)
     assert {*storage[:].keys(True, True)} == FIELDS
     assert_same(storage[:], data.select(*FIELDS))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        NonTensor(()),
+        Unbounded((-1,)),
+        gymnasium.spaces.Text(5),
+        gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)]),
+        object(),
+    ],
+    ids=["non-tensors", "of any length", "text", "tuple", "no space"],
+)
+def test_spaces_without_a_field_are_refused(space):
+    with pytest.raises(TypeError, match="must be"):
+        make_of(SPECS, space, "uniform")
 
 
 # What each option does: (a value, whether a storage with it shows it)
