@@ -107,6 +107,16 @@ def test_priorities_reach_the_workers(tmp_path):
     check_batch(batch)
 
 
+def test_parts_are_those_that_the_loader_was_made_with(tmp_path):
+    storage = goal_storage(path=tmp_path / "replay", n_step=2, batch_size=20)
+    act(TallyEnv(), storage, 50)
+    loader = storage.loader()
+    storage.n_step, storage.num_goals = 5, 0
+    batch = next(iter(loader))
+    assert batch["steps_to_next_obs"].max() == 2
+    assert batch["her_mask"].any()
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_sequences_and_episodes(tmp_path, num_workers):
     options = FORK if num_workers else {}

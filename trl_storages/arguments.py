@@ -23,6 +23,7 @@ __all__ = [
     "Checked",
     "Lanes",
     "Strict",
+    "Unsaved",
     "choice",
     "counted",
     "device",
@@ -40,9 +41,9 @@ __all__ = [
     "optional",
     "root_key",
     "shown",
+    "slots",
     "steps",
     "tensor",
-    "unit_interval",
     "values",
     "warn_caller",
 ]
@@ -294,6 +295,19 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
         raise TypeError(f"{name} must be numbers, got {shown(value)}.") from error
 
 
+def slots(value: Any) -> torch.Tensor:
+    """Returns an index of rows as int64 on the host.
+
+    Raises:
+        TypeError: it is not of integers.
+    """
+    found = values("index", value)
+    is_whole = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
+    if found.numel() and not is_whole:
+        raise TypeError(f"index must hold integers, got {found.dtype}.")
+    return found.long().cpu()
+
+
 def steps(name: str, value: Any) -> TensorDictBase:
     """Returns steps, rows or a batch as a TensorDict.
 
@@ -359,6 +373,10 @@ class Checked:
         part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
 
 
+class Unsaved(Checked):
+    """A checked attribute that is no parameter: states leave it out."""
+
+
 class Strict:
     """Refuses public attributes that the class does not name; those of users' subclasses may be any."""
 
@@ -369,35 +387,29 @@ class Strict:
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = type(self)
+        if isinstance(checked := getattr(kind, name, None), Checked):
+            # Torch would register a module elsewhere, where nobody looks.
+            checked.__set__(self, value)
+            return
         is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(kind, name)
         if is_new and kind.__module__.startswith("trl_storages."):
             raise AttributeError(f"{kind.__name__} has no attribute {name!r} to set.")
         super().__setattr__(name, value)
 
 
-def unit_interval(name: str, value: Any) -> float:
-    """Returns a number from 0 to 1."""
-    return number(name, value, at_least=0, at_most=1)
-
-
 #: Packages whose frames are skipped.
 _BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
 
 
-def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the nearest line outside of this package and the libraries that call it.
-
-    Args:
-        message: the message.
-        category: the warning category.
-    """
+def warn_caller(message: str) -> None:
+    """Warns at the nearest line outside of this package and the libraries that call it."""
     depth, frame = 0, inspect.currentframe()
     while frame is not None:
         depth += 1
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
             break
         frame = frame.f_back
-    warnings.warn(message, category, stacklevel=depth)
+    warnings.warn(message, UserWarning, stacklevel=depth)
 
 
 Lanes = Sequence[int] | torch.Tensor | None

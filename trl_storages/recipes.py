@@ -492,7 +492,8 @@ class EpisodeReplayStorage(UniformReplayStorage):
         Raises:
             ValueError: there are more steps than a lane can hold. Nothing is written then.
         """
-        shape, room = tensordicts.batch_size, self.episodes.steps_per_lane
+        shape = arguments.steps("tensordicts", tensordicts).batch_size
+        room = self.episodes.steps_per_lane
         steps = shape[-1:].numel()
         if len(shape) == 1 and options.get("lanes") is None:
             steps = -(-steps // self.episodes.num_envs)

@@ -16,17 +16,13 @@ import torch
 
 from trl_storages import arguments
 
-__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "nothing", "to_json"]
+__all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "to_json"]
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
 #: How tensors, numbers and tuples are written that JSON has not.
 _TENSOR, _NUMBER, _TUPLE = "tensor", "number", "tuple"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-def nothing() -> None:
-    """Adopts the state of a part that has none."""
 
 
 def joined(*adopts: Adopt) -> Adopt:

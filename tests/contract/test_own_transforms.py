@@ -93,3 +93,34 @@ def test_mistakes_raise(name):
 def test_two_windows_raise():
     with pytest.raises(RuntimeError, match="one NStep"):
         drawn(NStep(2), NStep(3))
+
+
+class Shifted(library.ReplayTransform):
+    """Adds what it has learned to rewards."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+
+    def replay(self, rows):
+        rows.steps["next", "reward"] = rows.steps["next", "reward"] + self.mean[0]
+
+
+@pytest.mark.requirement("persistence")
+def test_what_a_transform_has_learned_is_saved(place, tmp_path):
+    storage, other = (
+        assemble(30, place=place, transform=Shifted(), batch_size=8) for _ in range(2)
+    )
+    HISTORIES["filling"].write(storage)
+    storage.transform[0].mean[:] = 3
+    storage.dumps(tmp_path)
+    other.loads(tmp_path)
+    assert_same(other.sample(), storage.sample())
+
+
+def test_a_state_that_is_too_large_for_a_dump_is_refused(tmp_path):
+    storage = assemble(30, transform=Shifted(3_000_000), batch_size=8)
+    HISTORIES["filling"].write(storage)
+    with pytest.raises(ValueError, match="MiB"):
+        storage.dumps(tmp_path / "dump")
+    assert not (tmp_path / "dump").exists()

@@ -182,6 +182,10 @@ class TestSlices:
         expected = storage[index]  # a clone of tensordict's has no -0.0
         expected["next", "reward"][2:5], expected["effort"][2:5] = reward, effort
         assert_same(storage[index], expected)
+        storage.rewrite(index[2:5].tolist(), {"effort": effort})
+        for mask in (index == index[2], index[2:5].double()):
+            with pytest.raises(TypeError, match="integers"):
+                storage.rewrite(mask, {"effort": effort})
         for key in ("observation", ("next", "done"), ("next", "achieved_goal"), "unknown"):
             value = before.get(key, reward)[2:5]
             with pytest.raises((ValueError, KeyError)):

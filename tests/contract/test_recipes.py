@@ -193,6 +193,8 @@ class TestEpisodes:
         storage = make("episodes", lanes=num_envs, size=6 * num_envs)
         with pytest.raises(ValueError, match=r"6.*7"):
             Lanes(6 * num_envs, num_envs).write(storage, [ends([7])] * num_envs)
+        with pytest.raises(TypeError, match="TensorDict"):
+            storage.extend({})
         assert len(storage) == 0
         Lanes(6 * num_envs, num_envs).write(storage, [ends([6])] * num_envs)
         assert storage.is_full

@@ -47,6 +47,30 @@ class TestRelabel:
         ]
         assert_batches(*batches)
 
+    @pytest.mark.parametrize("is_set_later", [False, True])
+    def test_functions_may_be_networks(self, is_set_later):
+        """Which stay functions: they are neither saved nor moved with the storage."""
+
+        class Network(torch.nn.Module):
+            def __init__(self, act):
+                super().__init__()
+                self.weight, self.act = torch.nn.Parameter(torch.ones(())), act
+
+            def forward(self, achieved, desired, _):
+                return self.act(self.weight * (achieved - desired)[:, 0])
+
+        networks = Network(lambda it: it), Network(lambda it: it > 0)
+        functions = [lambda a, d, _, act=it.act: act((a - d)[:, 0]) for it in networks]
+        expected, _ = self.filled(*functions)
+        storage, relabel = self.filled(*(functions if is_set_later else networks))
+        if is_set_later:
+            relabel.reward_fn, relabel.terminated_fn = networks
+        assert (relabel.reward_fn, relabel.terminated_fn) == networks
+        assert_batches(storage.sample(30), expected.sample(30))
+        assert not storage.sample(30)["next", "reward"].requires_grad
+        assert not [*relabel.parameters()]
+        expected.load_state_dict(storage.state_dict())
+
     def test_the_storage_stays_bit_for_bit(self):
         storage, _ = self.filled(
             lambda achieved, *_: torch.ones(len(achieved)), lambda a, d, _: a[:, 0] > 4

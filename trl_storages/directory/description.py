@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,11 @@ class Description:
         if not (type(self.is_clean) is bool and isinstance(self.state, dict)):
             raise ValueError("'is_clean' must be true or false, and 'state' an object")
 
+    @staticmethod
+    def has_room_for(state: Mapping[str, Any]) -> bool:
+        """Whether a state of other parts is small enough to be read again."""
+        return len(json.dumps(state)) < _MOST_BYTES // 2
+
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
 
@@ -87,12 +92,9 @@ class Description:
             OSError: the disk is full. Nothing has changed then.
         """
         own = {it.name: getattr(self, it.name) for it in fields(self)}
+        own["state"] = self.state if self.has_room_for(self.state) else {}
         words = {**_KIND, **own, "layout": described(self.layout)}
-        text = json.dumps({**words, "check": _check(words)})
-        if len(text) > _MOST_BYTES:
-            replace(self, state={}).write(directory)
-        else:
-            write_text(directory / NAME, text)
+        write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
 
     @classmethod
     def read(cls, directory: Path) -> Description:

@@ -333,12 +333,6 @@ class Directory:
         if self._lock is not None:
             self._lock.forget()
 
-    def __enter__(self) -> Directory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _boot() -> str:
     """Returns which boot of which machine this is, "" if the system does not say."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +104,7 @@ def read(path: Any) -> tuple[State, State]:
         FileNotFoundError: there is none.
         ValueError: it is damaged.
     """
-    with Directory.open(path, "r") as dump:
+    with closing(Directory.open(path, "r")) as dump:
         dump.validate()
         return packed(dump), dict(dump.state)
 

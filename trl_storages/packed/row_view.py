@@ -97,12 +97,17 @@ class RowView:
         """
         if self._batch is not None:
             return self._batch[key]
-        found = self.changes.get(key)
+        key = unravel_key(key)
+        if key not in self.changes and key not in self._fetched:
+            if not self._is_batch:
+                self._fetched[key] = self._storage.rows.take(key, self._first)
+            elif self._block is None:
+                self._gather()
+        found = self.changes.get(key, self._fetched.get(key))
         if found is None:
-            found = self._fetched.get(key)
-        if found is None and not self._is_batch:
-            found = self._fetched[key] = self._storage.rows.take(unravel_key(key), self._first)
-        return self._fetch(unravel_key(key)) if found is None else found
+            self._storage.layout.field(key)  # raises, with the fields that there are
+            raise KeyError(key)
+        return found
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
         """Sets an entry of this batch, `[*B, ...]` on the device of the rows.
@@ -121,16 +126,6 @@ class RowView:
             self._batch[key] = value
         else:
             self.changes[unravel_key(key)] = value
-
-    def _fetch(self, key: NestedKey) -> torch.Tensor:
-        """Returns a field of a batch, all of which are fetched at once."""
-        if self._block is None:
-            self._gather()
-        found = self.changes.get(key, self._fetched.get(key))
-        if found is None:
-            self._storage.layout.field(key)  # raises, with the fields that there are
-            raise KeyError(key)
-        return found
 
     def _gather(self) -> None:
         """Gathers whole rows, with what is to be pasted into them."""
@@ -155,7 +150,7 @@ class RowView:
         if not isinstance(slots, torch.Tensor) or slots.dtype is not torch.int64:
             raise TypeError(f"slots must be a tensor of int64, got {slots!r}.")
         # Where another process writes they may go at any time, which is seen later.
-        if self._storage.writes:
+        if self._storage.place.is_writer:
             self.episodes.check_live(slots.reshape(-1).cpu())
         rows = RowView(self._storage, slots.cpu())
         rows.read = self.read
@@ -265,7 +260,7 @@ class RowView:
         values = rows.take(key, at)
         chosen = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
         for target in targets:
-            before = self._fetch(target if target in self._fetched else default or target)
+            before = self[target if target in self._fetched else default or target]
             if values.is_floating_point() and not before.is_floating_point():
                 raise TypeError(
                     f"{target!r} must be floating as {key!r} is, got {before.dtype}: values would be "

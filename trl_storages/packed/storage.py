@@ -108,7 +108,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _take(self, place: Memory | Directory) -> None:
         """Takes rows and index from where they are."""
-        self._place, self.mode = place, place.mode
+        #: Where rows and index are.
+        self.place, self.mode = place, place.mode
         #: Which rows there are; the rows, and their layout, None until it is fixed.
         self.episodes: EpisodeIndex = place.index
         self.rows: Any = place.rows
@@ -165,8 +166,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 f"the storage holds rows of num_envs={self.episodes.num_envs}, got {num_envs}: make "
                 "another."
             )
-        self.check_writable()
-        layout, before = self.layout, self._place
+        self.place.check_writer()
+        layout, before = self.layout, self.place
         self._take(Memory(None, self._given_size, num_envs, self._max_entries, self.device))
         before.close()
         if layout is not None:
@@ -177,9 +178,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
         if self.layout is not None:
             return self.layout
-        known = {key: kind for key, kind in self.fields.items() if kind is not None}
-        wanted = self.fields or found
-        return Layout({key: known.get(key) or found[key] for key in wanted}, nested)
+        kinds = {key: kind or found[key] for key, kind in self.fields.items()}
+        return Layout(kinds or found, nested)
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
@@ -195,12 +195,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             RuntimeError: they are on a GPU or in a directory, or their fields are not known.
         """
-        if not (isinstance(self._place, Memory) and isinstance(self.rows, HostRows)):
+        if not (isinstance(self.place, Memory) and isinstance(self.rows, HostRows)):
             raise RuntimeError(
                 "rows are shared in memory of the host, once their fields are known: pass fields=, or "
                 "write first; those of a directory are opened to read."
             )
-        self._take(self._place.shared())
+        self._take(self.place.shared())
 
     @property
     def is_on_host(self) -> bool:
@@ -218,7 +218,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Returns:
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
-        self.check_writable()
+        self.place.check_writer()
         index, gaps = self.episodes, 0
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         parts = block.parts(index.most_steps)
@@ -242,7 +242,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         step = first.repeat(counts) + np.arange(len(lane))
         return np.where(step < index.tails[lane], -1, lane * T + step % T)
 
-    def rewrite(self, index: torch.Tensor, values: Mapping[NestedKey, torch.Tensor]) -> None:
+    def rewrite(self, index: Any, values: Mapping[NestedKey, torch.Tensor]) -> None:
         """Overwrites fields of the step of some rows, such as rewards of a learned model.
 
         Args:
@@ -251,11 +251,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
         Raises:
             IndexError: a slot holds no live row.
-            KeyError, TypeError, ValueError: a key is no field of the step, or a value does not fit.
-                Nothing is written then.
+            KeyError, TypeError, ValueError: the index is no integers, a key is no field of the step, or a
+                value does not fit. Nothing is written then.
         """
-        self.check_writable()
-        slots = index.reshape(-1).cpu()
+        self.place.check_writer()
+        slots = arguments.slots(index).reshape(-1)
         self.episodes.check_live(slots)
         for key, value in values.items():
             field = self.layout.field(key)
@@ -287,7 +287,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def state(self) -> State:
         """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
         self.look()
-        return dumps.packed(self._place)
+        return dumps.packed(self.place)
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
@@ -300,7 +300,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             RuntimeError: the storage is open for reading only.
             ValueError, KeyError: the rows are damaged, or of a storage of another size or layout.
         """
-        self.check_writable()
+        self.place.check_writer()
         layout, lanes = dumps.parsed(state, self.max_size, self.episodes.num_envs)
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
@@ -310,7 +310,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         def adopt() -> None:
             if layout is not None and self.layout is None:
                 self.lay_out(layout)
-            self._take(self._place.replaced(partial(dumps.fill, lanes), rest))
+            self._take(self.place.replaced(partial(dumps.fill, lanes), rest))
 
         return adopt
 
@@ -323,10 +323,16 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
         Raises:
             RuntimeError: nothing says yet what rows hold, or the directory has a writer.
+            ValueError: the state is too large.
             OSError: the disk is full, or the directory holds something else.
         """
         if self.layout is None:
             raise RuntimeError("rows must be written, or their fields be named, before a dump.")
+        if rest is not None and not Description.has_room_for(rest):
+            raise ValueError(
+                "the state of samplers and transforms must be smaller than 8 MiB, as that of a transform "
+                "with a large network is not: apply it to the batches that are drawn instead."
+            )
         _, lanes = dumps.parsed(self.state(), self.max_size, self.episodes.num_envs)
         sizes = path, self.layout, self.max_size, self.episodes.num_envs
         Directory.create(*sizes, fresh=True, fill=partial(dumps.fill, lanes), state=rest).close()
@@ -345,42 +351,28 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def empty(self, keep_steps: int = 0) -> None:
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""
-        self.check_writable()
-        self._place.empty(keep_steps)
+        self.place.check_writer()
+        self.place.empty(keep_steps)
         self.episodes.priorities[self.episodes.live_slots().numpy()] = 0
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all."""
-        self.check_writable()
+        self.place.check_writer()
         self.episodes.end_episodes(lanes)
 
     # In a directory
 
-    @property
-    def writes(self) -> bool:
-        """Whether this process may write; others may not meanwhile."""
-        return self._place.is_writer
-
-    def check_writable(self) -> None:
-        """Raises a RuntimeError if this storage is open for reading only."""
-        self._place.check_writer()
-
-    @property
-    def kept_state(self) -> Mapping[str, Any]:
-        """The state of other parts that the directory keeps, as JSON; in memory nothing."""
-        return self._place.state
-
     def flush(self, state: Mapping[str, Any] | None = None) -> None:
         """Waits until all rows are on the disk, with the `state` of other parts."""
-        if self.writes:
-            self._place.flush(state)
+        if self.place.is_writer:
+            self.place.flush(state)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
         """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
         if keep:
-            self._place.close(state)
+            self.place.close(state)
         else:
-            self._place.remove()
+            self.place.remove()
 
     def look(self) -> np.ndarray | None:
         """Looks, before rows are read, for what another process has done to the directory.
@@ -388,7 +380,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Returns:
             what `gave_way` takes; None if no other process writes.
         """
-        place = self._place
+        place = self.place
         if place.is_writer:
             return None
         if (newest := place.newest()) is not place:
@@ -408,7 +400,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def validate(self) -> None:
         """Raises a RuntimeError or ValueError if tables contradict one another, or rows are damaged."""
-        self._place.validate()
+        self.place.validate()
 
     def __getstate__(self) -> State:
         """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
@@ -417,7 +409,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def __setstate__(self, state: State) -> None:
         Storage.__setstate__(self, state)
-        self._take(self._place)
+        self._take(self.place)
 
     # As TorchRL's buffers ask
 

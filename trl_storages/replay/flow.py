@@ -167,15 +167,13 @@ def read(storage: PackedStorage, index: Any) -> Any:
         by_age = storage.episodes.slots_by_age().numpy()
         batch, gone = storage.read(torch.from_numpy(by_age[index].copy()), seen)
         return batch if gone is None else batch[~gone]
-    slots = arguments.values("index", index).cpu()
-    if slots.dtype is torch.bool:
-        slots = slots.nonzero().squeeze(-1)
-    is_whole = not (slots.is_floating_point() or slots.is_complex())
-    if isinstance(index, tuple) or (slots.numel() and not is_whole):
+    if isinstance(index, tuple):
         raise TypeError(
             f"an index must be a slice, an int, a list, a mask, integer slots or a key, got {index!r}."
         )
-    return storage.get(slots.long())
+    slots = arguments.values("index", index)
+    is_mask = slots.dtype is torch.bool
+    return storage.get(arguments.slots(slots.nonzero().squeeze(-1) if is_mask else slots))
 
 
 def draw_episodes(

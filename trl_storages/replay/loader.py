@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -92,10 +91,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         open_reader = copy.deepcopy(self._open_reader)
         reader = open_reader(generator=torch.Generator().manual_seed(seed))
         while True:
-            stop = time.monotonic() + (0 if worker is None else _PATIENCE)
-            while not reader.can_sample() and time.monotonic() < stop:
-                time.sleep(0.01)
-            yield reader.sample()
+            yield reader.sample(wait=worker is not None, timeout=_PATIENCE)
 
 
 def make_loader(
@@ -118,7 +114,7 @@ def make_loader(
         rows.path,
         mode="r",
         sampler=sampler,
-        transform=storage.transform if len(storage.transform) else None,
+        transform=copy.deepcopy(storage.transform) if len(storage.transform) else None,
         sample_unit=storage.sample_unit,
         batch_size=batch_size,
     )

@@ -13,8 +13,7 @@ import torch
 from trl_storages import arguments
 from trl_storages.arguments import Checked
 from trl_storages.samplers import OwnSampler
-from trl_storages.states import Adopt, State, array, entries_of, from_json, joined, nothing, to_json
-from trl_storages.transforms import ReplayTransform
+from trl_storages.states import Adopt, State, array, entries_of, from_json, joined, to_json
 
 __all__ = ["Parameter", "parsed", "parsed_rest", "rest_of", "resume"]
 
@@ -76,8 +75,8 @@ def resume(storage: Any) -> None:
     Raises:
         ValueError: the directory is damaged.
     """
-    words = storage._storage.kept_state
-    if not words or not storage._storage.writes:
+    words = storage._storage.place.state
+    if not words or not storage._storage.place.is_writer:
         return
     try:
         adopt = parsed_rest(storage, from_json(words), reopened=True)
@@ -95,18 +94,14 @@ def _state_of_part(part: Any) -> State:
     return {
         "kind": type(part).__name__,
         "parameters": {name: part.__dict__[name] for name in _parameters(part)},
-        "state": part.state() if _is_own(part) else dict(part.state_dict() or {}),
+        "state": part.state() if isinstance(part, OwnSampler) else dict(part.state_dict() or {}),
     }
-
-
-def _is_own(part: Any) -> bool:
-    return isinstance(part, OwnSampler | ReplayTransform)
 
 
 def _parameters(part: Any) -> dict[str, Checked]:
     """Returns the parameters that a part has."""
     found = {name: getattr(type(part), name, None) for name in part.__dict__}
-    return {name: each for name, each in found.items() if isinstance(each, Checked)}
+    return {name: each for name, each in found.items() if type(each) is Checked}
 
 
 def _parsed_part(part: Any, state: Any) -> Adopt:
@@ -115,7 +110,8 @@ def _parsed_part(part: Any, state: Any) -> Adopt:
         raise ValueError(
             f"the state must be of a {type(part).__name__}, got {arguments.shown(kind)}: nothing changed."
         )
-    adopt_state = part.parsed(state) if _is_own(part) else _parsed_other(part, state)
+    is_own = isinstance(part, OwnSampler)
+    adopt_state = part.parsed(state) if is_own else _parsed_other(part, state)
     parameters, trial = _parameters(part), object.__new__(type(part))
     for name, value in zip(parameters, entries_of(kind, values, parameters), strict=True):
         if isinstance(value, torch.Tensor):
@@ -126,8 +122,8 @@ def _parsed_part(part: Any, state: Any) -> Adopt:
 
 def _parsed_reopened(part: Any, state: Any) -> Adopt:
     kind, _, state = entries_of("a part", state, _PART)
-    is_same = kind == type(part).__name__ and _is_own(part)
-    adopt: Adopt = part.parsed(state) if is_same else nothing
+    is_same = kind == type(part).__name__ and isinstance(part, OwnSampler)
+    adopt: Adopt = part.parsed(state) if is_same else joined()
     return adopt
 
 
@@ -140,12 +136,12 @@ def _parsed_other(part: Any, state: Any) -> Adopt:
             array(name, value, now.dtype, *now.shape)
         else:
             arguments.instance(name, value, type(now))
-    return partial(part.load_state_dict, state) if own else nothing
+    return partial(part.load_state_dict, state) if own else joined()
 
 
 def _parsed_generator(storage: Any, state: Any) -> Adopt:
     if state is None:
-        return nothing
+        return joined()
     generator = torch.Generator()
     try:
         generator.set_state(state)

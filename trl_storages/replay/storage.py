@@ -365,7 +365,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             self._storage.end_episodes(named)
             self._recorder.reset(named)
 
-    def rewrite(self, index: torch.Tensor, values: Any) -> None:
+    def rewrite(self, index: Any, values: Any) -> None:
         """Overwrites values of the step of some rows, such as rewards; see `PackedStorage.rewrite`."""
         with self._replay_lock, self._write_lock:
             self._storage.rewrite(index, values)
@@ -503,7 +503,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
-        if storage.path is None or storage.writes:  # whoever else writes waits for the locks
+        if (
+            storage.path is None or storage.place.is_writer
+        ):  # whoever else writes waits for the locks
             return flow.draw(storage, batch_size)[:2]
         return flow.draw_beside_writer(storage, batch_size)
 

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import arguments
 from trl_storages.arguments import Strict
 from trl_storages.packed import PackedStorage
-from trl_storages.states import Adopt, State, entries_of, nothing
+from trl_storages.states import Adopt, State, entries_of, joined
 
 __all__ = ["Drawn", "OwnSampler", "layers_of"]
 
@@ -33,6 +33,8 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
 
     #: D, how many random numbers it takes for each row.
     num_draws = 1
+    #: Whether the last draw ended an epoch, and with it an iteration over the buffer.
+    ran_out = False
 
     @property
     def layers(self) -> list[OwnSampler]:
@@ -80,15 +82,6 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
         """
         raise NotImplementedError
 
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw ended an epoch, and with it an iteration over the buffer."""
-        return False
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        pass
-
     # What TorchRL's buffers call
 
     def state(self) -> State:
@@ -102,7 +95,7 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
             ValueError: the state is not that of such a sampler.
         """
         entries_of(type(self).__name__, state, ())
-        return nothing
+        return joined()
 
     def state_dict(self) -> State:
         """Returns `state()`."""

@@ -17,7 +17,7 @@ from tensordict import NestedKey
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Checked, unit_interval
+from trl_storages.arguments import Checked
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
@@ -111,7 +111,7 @@ class HERSampler(WrappingSampler):
     _own_draws = 1
     strategy: Any = Checked(_strategy)
     num_goals: Any = Checked(_num_goals)
-    discount: Any = Checked(unit_interval)
+    discount: Any = Checked(arguments.number, at_least=0, at_most=1)
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class Priorities:
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
-        if self._known is None and not self._storage.writes:
+        if self._known is None and not self._storage.place.is_writer:
             self._num_updates = int(self.index.num_updates[0])
             self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)

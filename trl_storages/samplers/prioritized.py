@@ -14,7 +14,7 @@ import torch
 from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Checked, unit_interval, warn_caller
+from trl_storages.arguments import Checked, warn_caller
 from trl_storages.kernels.draws import steps_of
 from trl_storages.kernels.priorities import are_priorities
 from trl_storages.packed import PackedStorage
@@ -95,7 +95,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
     """
 
     alpha: Any = Checked(arguments.number, at_least=0, at_most=4)
-    beta: Any = Checked(unit_interval)
+    beta: Any = Checked(arguments.number, at_least=0, at_most=1)
     eps: Any = Checked(arguments.number, at_least=1e-12, at_most=1)
     normalize: Any = Checked(arguments.choice, get_args(Normalization))
     reduction: Any = Checked(arguments.choice, REDUCTIONS)
@@ -148,7 +148,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         priorities.num_draws += 1
         # Who only reads a directory has no say.
         is_missed = priorities.num_draws == _FORGOTTEN and not priorities.largest
-        if is_missed and storage.writes:
+        if is_missed and storage.place.is_writer:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
@@ -219,11 +219,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 slots. Nothing is changed then.
             TypeError, IndexError: the slots are not numbers of slots.
         """
-        storage.check_writable()
-        slots = arguments.values("index", slots)
-        if slots.is_floating_point() or slots.dtype is torch.bool:
-            raise TypeError(f"index must hold integers, got {slots.dtype}.")
-        at = slots.long().cpu().numpy().reshape(-1)
+        storage.place.check_writer()
+        at = arguments.slots(slots).numpy().reshape(-1)
         values = checked_priorities(priority, len(at))
         known = self.priorities_of(storage)
         if steps is None:

@@ -90,21 +90,11 @@ class UniformSampler(OwnSampler):
         self._is_by_epoch = arguments.flag("without_replacement", without_replacement)
         # The running epoch, and how many of its rows were drawn or are gone.
         self._epoch, self._num_drawn = _NONE, 0
-        self._has_run_out = False
 
     @property
     def without_replacement(self) -> bool:
         """Whether rows are drawn in epochs."""
         return self._is_by_epoch
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether the last draw ended an epoch."""
-        return self._has_run_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._has_run_out = value
 
     def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots, and no entries.
@@ -132,11 +122,11 @@ class UniformSampler(OwnSampler):
             found.append(epoch.live_slots(index, at, end))
             num_found, at = num_found + len(found[-1]), end
         self._epoch, self._num_drawn = epoch, at
-        self._has_run_out = has_run_out or at == len(epoch.order)
+        self.ran_out = has_run_out or at == len(epoch.order)
         return np.concatenate(found)
 
     def _empty(self) -> None:
-        self._epoch, self._num_drawn, self._has_run_out = _NONE, 0, False
+        self._epoch, self._num_drawn, self.ran_out = _NONE, 0, False
 
     def state(self) -> State:
         """Returns what the order of the running epoch follows from, and how far it has come."""
@@ -168,7 +158,7 @@ class UniformSampler(OwnSampler):
             )
 
         def adopt() -> None:
-            self._epoch, self._num_drawn, self._has_run_out = epoch, drawn, False
+            self._epoch, self._num_drawn, self.ran_out = epoch, drawn, False
 
         return adopt
 

@@ -259,9 +259,6 @@ class Layout:
             other.nested,
         )
 
-    def __hash__(self) -> int:
-        return hash(self.fields)
-
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
         return f"{type(self).__name__}({self.entry_words * _WORD} bytes an entry; {fields})"

@@ -9,7 +9,6 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.arguments import Strict
 from trl_storages.packed import RowView
-from trl_storages.states import Adopt, State, entries_of, nothing
 
 __all__ = ["ReplayTransform", "parts_of"]
 
@@ -45,19 +44,6 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
                 folds: so it fits before that as well as behind it.
         """
         raise NotImplementedError
-
-    def state(self) -> State:
-        """Returns what the next batches depend on, but for parameters."""
-        return {}
-
-    def parsed(self, state: Any) -> Adopt:
-        """Returns a function that adopts a state.
-
-        Raises:
-            ValueError: the state is not that of such a transform.
-        """
-        entries_of(type(self).__name__, state, ())
-        return nothing
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Raises a RuntimeError: only a `ReplayStorage` hands it the rows."""

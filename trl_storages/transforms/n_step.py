@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Checked, unit_interval
+from trl_storages.arguments import Checked
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
 from trl_storages.packed import RowView
@@ -78,7 +78,7 @@ class NStep(ReplayTransform):
     """
 
     n_step: Any = Checked(arguments.integer, at_least=1)
-    discount: Any = Checked(unit_interval)
+    discount: Any = Checked(arguments.number, at_least=0, at_most=1)
     reward_key: Any = Checked(_next_key)
     terminated_key: Any = Checked(_next_key)
     steps_to_next_obs_key: Any = Checked(arguments.key)

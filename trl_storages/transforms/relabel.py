@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
+from trl_storages.arguments import Unsaved
 from trl_storages.functional import relabelled_dtype
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.transforms.base import ReplayTransform
@@ -20,6 +21,13 @@ from trl_storages.transforms.base import ReplayTransform
 __all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
+
+
+_WHAT = "(achieved_goal, desired_goal, transition)"
+
+
+def _function(name: str, value: Any) -> GoalFunction | None:
+    return None if value is None else arguments.function(name, value, _WHAT)
 
 
 class GoalRelabel(ReplayTransform):
@@ -42,7 +50,7 @@ class GoalRelabel(ReplayTransform):
     Args:
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
             `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, allowed with a `goal_key`,
-            leaves the rewards as stored.
+            leaves the rewards as stored. A network stays a function: it is neither saved nor moved here.
         terminated_fn: the same, returning bool; requires `reward_fn`. None leaves the flags as stored.
         goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`; None is the
             desired goal. If the rows do not store this goal, rows without a drawn goal get
@@ -69,8 +77,8 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
-    reward_fn: GoalFunction | None = None
-    terminated_fn: GoalFunction | None = None
+    reward_fn: Any = Unsaved(_function)
+    terminated_fn: Any = Unsaved(_function)
 
     def __init__(
         self,
@@ -87,11 +95,8 @@ class GoalRelabel(ReplayTransform):
         truncated_key: NestedKey = keys.TRUNCATED,
     ) -> None:
         super().__init__()
-        what = "(achieved_goal, desired_goal, transition)"
-        if reward_fn is not None or goal_key is None:
-            arguments.function("reward_fn", reward_fn, what)
-        if terminated_fn is not None:
-            arguments.function("terminated_fn", terminated_fn, what)
+        if goal_key is None:
+            arguments.function("reward_fn", reward_fn, _WHAT)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self._info_keys = tuple(arguments.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self._info_keys):
@@ -200,6 +205,8 @@ class GoalRelabel(ReplayTransform):
                     f"{name} must return a tensor or an array of numbers, [{size}] or [{size}, 1]; got "
                     f"{type(result).__name__}."
                 ) from error
+        if result.requires_grad:  # as that of a learned model
+            result = result.detach()
         if result.shape not in ((size,), (size, 1)):
             raise ValueError(
                 f"{name} must return one value a row, shape [{size}] or [{size}, 1]; got "

@@ -14,7 +14,6 @@ from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey, unravel_key
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Lanes, named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Block, Layout
@@ -119,9 +118,9 @@ class Recorder:
             done = self._none if self._staging is None else self._staging.done
             self._ended = done & ~self._ended
 
-    def reset(self, lanes: Lanes = None) -> None:
-        """Forgets which environments ended, after a manual `reset` of some, or of all."""
-        self._ended[[*named_lanes(lanes, self.num_envs)]] = False
+    def reset(self, lanes: Sequence[int]) -> None:
+        """Forgets which environments ended, after a manual `reset` of some."""
+        self._ended[lanes] = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Views that are copied are views no more.

@@ -67,9 +67,8 @@ class Staging:
             words, done = words[order], done[order]
         # Who writes the block marks gaps there.
         cut = np.zeros(len(done), bool) if cut is None else cut
-        if self.device is not None:
-            return Block(which, offsets, words, done, torch.from_numpy(cut).to(self.device))
-        return Block(which, offsets, words, done, cut)
+        begins = cut if self.device is None else torch.from_numpy(cut).to(self.device)
+        return Block(which, offsets, words, done, begins)
 
 
 # Rows of TensorDicts
