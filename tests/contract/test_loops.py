@@ -161,9 +161,15 @@ def test_each_lane_holds_what_a_single_environment_does(place, mode, num_envs, a
     assert_same(in_order(storage[:]), in_order(torch.cat(expected)))
 
 
-def test_a_single_environment(place):
+@pytest.mark.parametrize("with_parts", [False, True])
+def test_a_single_environment(place, with_parts):
+    """Whose fields the storage knows, or learns from the first step."""
     env = CountingEnv()
     storage = make_for(env, place=place, size=40, info_keys=INFO_KEYS)
+    expected = expected_rows(2, 30, env.action_space)
+    if with_parts:
+        storage = assemble(40, place=place)
+        expected = expected.exclude("force", ("next", "pair"))
     before, _ = env.reset(seed=2)
     for _ in range(30):
         action = policy(before, env.action_space)
@@ -171,7 +177,7 @@ def test_a_single_environment(place):
         index = storage.record(before, action, *outcome, after)
         assert storage[index]["observation"].tolist() == [before["observation"].tolist()]
         before = env.reset()[0] if outcome[1] or outcome[2] else after
-    assert_same(in_order(storage[:]), expected_rows(2, 30, env.action_space))
+    assert_same(in_order(storage[:]), expected)
 
 
 @each_mode
