@@ -10,7 +10,7 @@ from contract.lanes import Lanes, ends
 from contract.make import DISCOUNT, library, make, make_for, make_of, new_folder, spaces
 from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from gymnasium.vector import AutoresetMode
-from torchrl.data import Composite, NonTensor, Unbounded
+from torchrl.data import Categorical, Composite, MultiCategorical, NonTensor, Unbounded
 from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv
 from torchrl.envs.transforms import RewardScaling
 
@@ -81,6 +81,30 @@ def test_fields_are_those_of_spaces_or_specs(kind, of):
 def test_spaces_without_a_field_are_refused(space):
     with pytest.raises(TypeError, match="must be"):
         make_of(SPECS, space, "uniform")
+
+
+@pytest.mark.requirement("refused-is-unchanged")
+@pytest.mark.parametrize(
+    ("space", "lows", "ends"),
+    [
+        (gymnasium.spaces.Discrete(3, start=-1), -1, 2),
+        (gymnasium.spaces.MultiDiscrete([3, 2], start=[0, 5]), [0, 5], [3, 7]),
+        (Categorical(3), 0, 3),
+        (MultiCategorical([3, 2]), [0, 0], [3, 2]),
+    ],
+    ids=["Discrete", "MultiDiscrete", "Categorical", "MultiCategorical"],
+)
+def test_actions_are_those_of_their_space(space, lows, ends):
+    storage, seen = make_of(Unbounded((1,)), space, "uniform"), np.zeros(1, np.float32)
+    lows, ends = np.array(lows, np.int64), np.array(ends, np.int64)
+    for action in (lows, ends - 1):
+        storage.record(seen, action, 0.0, False, False, {}, seen)
+    for action in (lows - 1, ends):
+        with pytest.raises(ValueError, match="action"):
+            storage.record(seen, action, 0.0, False, False, {}, seen)
+    assert storage[:]["action"].reshape(2, -1).tolist() == [
+        np.atleast_1d(action).tolist() for action in (lows, ends - 1)
+    ]
 
 
 # What each option does: (a value, whether a storage with it shows it)
