@@ -202,7 +202,6 @@ class EpisodeIndex:
         """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
         if not keep_steps:
             self.end_episodes()
-            self._epoch[0] += 1
         np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
 
     def clear(self) -> None:
