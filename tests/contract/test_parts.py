@@ -271,6 +271,7 @@ class TestWaiting:
 @pytest.mark.requirement("generation")
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_an_iteration_ends_with_the_epoch(prefetch):
+    """Also within a batch, of which the first row alone is of the old one."""
     sampler = library.UniformSampler(without_replacement=True)
     storage = assemble(40, batch_size=4, sampler=sampler, prefetch=prefetch)
     lanes = Lanes(40)
@@ -278,6 +279,10 @@ def test_an_iteration_ends_with_the_epoch(prefetch):
     for _ in range(3):
         epoch = [step for batch in storage for step in lanes.of(batch)]
         assert Counter(epoch) == dict.fromkeys(lanes.live(), 1)
+    storage.synchronize()
+    lanes.write(storage, [ends([], 1)])
+    while len(batches := [*storage]) != 3:
+        assert len(batches) == 2  # drawn ahead, of before
     storage.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         storage.sample()
