@@ -97,6 +97,9 @@ class RowView:
         """
         if self._batch is not None:
             return self._batch[key]
+        found = self.changes.get(key, self._fetched.get(key))
+        if found is not None:
+            return found
         key = unravel_key(key)
         if key not in self.changes and key not in self._fetched:
             if not self._is_batch:
