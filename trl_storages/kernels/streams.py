@@ -296,11 +296,15 @@ def put(
 
 @loop
 def is_stale(index: Any, slots: Any, steps: Any, stale: Any) -> None:
-    """Says which rows, of these slots and steps, gave way while they were copied."""
-    lanes, T = index[LANES], index[STEPS]
+    """Says which rows, of these slots and steps, gave way while they were copied.
+
+    It looks once: what is left of a lane has no holes.
+    """
+    T = index[STEPS]
     fence()
+    tails = index[LANES][:, TAIL].copy()
     for i in range(len(slots)):
-        stale[i] = steps[i] < lanes[slots[i] // T, TAIL]
+        stale[i] = steps[i] < tails[slots[i] // T]
 
 
 @loop
