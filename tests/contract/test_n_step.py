@@ -215,6 +215,16 @@ class TestNumerics:
         rtol = 1e-6 if found.dtype.itemsize > 2 else 0
         torch.testing.assert_close(found, exact, rtol=rtol, atol=0)
 
+    def test_the_default_dtype_of_the_moment(self):
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            try:
+                found.append(self.folded(torch.ones(12, dtype=torch.int8), 3, 0.9).dtype)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert found == [torch.float32, torch.float64]
+
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     def test_what_lies_outside_of_a_window_takes_no_part(self, dtype, bad):

@@ -162,8 +162,7 @@ def test_the_root_is_the_sum_after_a_million_updates():
     assert made.sums[0] == pytest.approx(made.weights.sum(), rel=1e-6)
     # Equal weights make equal trees, whatever their history, also if all are joined at once.
     fresh = Tree([], 50_000)
-    fresh.weights[:] = made.weights
-    tree.renew(fresh.sums, fresh.starts, False)
+    fresh.set(range(50_000), made.weights)
     assert fresh.sums.tolist() == made.sums.tolist()
 
 

@@ -67,8 +67,6 @@ class EpisodeIndex:
     A write counts once its cursor is stored: every answer is about such steps. Nobody is told of new
     rows; who needs to know asks `since`.
 
-    Tensors of slots, on the host, are answered by tensors, arrays by arrays.
-
     Args:
         capacity: the number of rows, rounded down to a multiple of `num_envs`.
         num_envs: E.
@@ -268,7 +266,8 @@ class EpisodeIndex:
         draws.slots_between(self.tables, firsts, ends, slots)
         return slots
 
-    # Answers
+    # Answers: all rows as tensors, and of slots that are asked for, on the host, tensors of tensors and
+    # arrays of arrays
 
     def live_slots(self) -> torch.Tensor:
         """Returns the slots of all rows, lane by lane, oldest first, `[len]` int64."""
@@ -317,11 +316,11 @@ class EpisodeIndex:
         """Returns the lane of each row, `[B]` int64."""
         return slots // self.steps_per_lane
 
-    def steps_of(self, slots: Slots) -> Any:
-        """Returns the step of its lane that each row is, `[B]` int64."""
-        steps = np.empty(len(slots), np.int64)
-        draws.steps_of(self.tables, np.asarray(slots), steps)
-        return _like(slots, steps)
+    def steps_of(self, slots: Slots, cursors: np.ndarray | None = None) -> Any:
+        """Returns the step of its lane that each row is, `[*B]` int64, or was at `cursors` `[E]`."""
+        given = np.asarray(slots)
+        newest = (self.cursors if cursors is None else cursors)[given // self.steps_per_lane] - 1
+        return _like(slots, newest - (newest - given) % self.steps_per_lane)
 
     def stale(self, slots: Slots, steps: Slots) -> Any:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
@@ -335,10 +334,9 @@ class EpisodeIndex:
         return _like(slots, found)
 
     def shift(self, slots: Slots, steps: Slots) -> Any:
-        """Returns the slots `steps` later in their lanes, `[B]`; the caller stays among live rows."""
-        moved = np.empty(len(slots), np.int64)
-        draws.shift(self.tables, np.asarray(slots), np.asarray(steps), moved)
-        return _like(slots, moved)
+        """Returns the slots `steps` later in their lanes, `[*B]`; the caller stays among live rows."""
+        place = slots % self.steps_per_lane
+        return slots - place + (place + steps) % self.steps_per_lane
 
     # Draws, in arrays
 

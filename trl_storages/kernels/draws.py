@@ -31,24 +31,14 @@ __all__ = [
     "moved",
     "num_live",
     "sequences",
-    "shift",
     "slots_between",
-    "steps_of",
     "window_of",
     "windows",
 ]
 
-# Numbers of the ways in which goals are drawn; 0 draws none.
-_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _CURRENT = range(1, 7)
-#: Strategy -> its number.
-GOAL_KINDS = {
-    "future": _FUTURE,
-    "final": _FINAL,
-    "episode": _EPISODE,
-    "random": _RANDOM,
-    "geometric": _GEOMETRIC,
-    "current": _CURRENT,
-}
+#: Strategy of goals -> its number; 0 draws none.
+GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 #: Ways in which a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
 _PAD, _FIT, _CROSS = range(3)
@@ -168,28 +158,6 @@ def moved(slot: int, steps: int, E: int, T: int) -> int:
     if place >= T:
         place -= T
     return first + (place + T if place < 0 else place)
-
-
-@loop
-def shift(index: Any, slots: Any, steps: Any, out: Any) -> None:
-    """Moves each row by `steps` `[B]`, each less than T, in its lane."""
-    E, T = len(index[LANES]), index[STEPS]
-    for i in range(len(slots)):
-        out[i] = moved(slots[i], steps[i], E, T)
-
-
-@loop
-def steps_of(index: Any, slots: Any, out: Any) -> None:
-    """Returns which step of its lane each row is."""
-    lanes, T = index[LANES], index[STEPS]
-    E = len(lanes)
-    last_places = np.empty(E, np.int64)
-    for e in range(E):
-        last_places[e] = (lanes[e, CURSOR] - 1) % T
-    for i in range(len(slots)):
-        e = slots[i] // T if E > 1 else 0
-        ahead = last_places[e] - (slots[i] - e * T)
-        out[i] = lanes[e, CURSOR] - 1 - (ahead if ahead >= 0 else ahead + T)
 
 
 @loop

@@ -52,14 +52,12 @@ from trl_storages.kernels.words import (
 __all__ = [
     "compare",
     "copy_in",
-    "cut_gaps",
     "enter",
     "find_tips",
     "gather",
     "is_stale",
     "make_room",
     "paste",
-    "plan",
     "publish",
     "put",
     "take",
@@ -129,23 +127,6 @@ def compare(
 
 
 @loop
-def cut_gaps(index: Any, which: Any, offsets: Any, how: Any, done: Any, cut: Any) -> int:
-    """Cuts the episodes that nobody ended before rows that do not continue them; returns how many."""
-    _, _, ends, _, lanes, T, _, _, _ = index
-    gaps = 0
-    for m in range(len(which)):
-        e = which[m]
-        cursor = lanes[e, CURSOR]
-        is_open = cursor > 0 and ends[e * T + (cursor - 1) % T] == GOES_ON
-        for i in range(offsets[m], offsets[m + 1]):
-            if is_open and not cut[i] and how[i] == GAP:
-                cut[i] = True
-                gaps += 1
-            is_open = not done[i]
-    return gaps
-
-
-@loop
 def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
     """Finds an entry `at` `[N]` for each row; steps whose entries or slots it takes are no longer live.
 
@@ -188,9 +169,23 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
 
 
 @loop
-def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, slots: Any) -> None:
-    """Enters rows beyond the cursors into the index, and returns their `slots` `[N]`."""
+def enter(
+    index: Any,
+    which: Any,
+    offsets: Any,
+    how: Any,
+    at: Any,
+    done: Any,
+    cut: Any,
+    cuts_gaps: bool,
+    slots: Any,
+) -> int:
+    """Enters rows beyond the cursors into the index, in `slots` `[N]`; returns how many gaps it cut.
+
+    A gap is a row that does not continue the one before it, whose episode nobody ended.
+    """
     where, episode, ends, spans, lanes, T, _, _, priorities = index
+    gaps = 0
     for m in range(len(which)):
         e = which[m]
         step = lanes[e, CURSOR]
@@ -200,7 +195,9 @@ def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, sl
             goes_on, number = ends[before] == GOES_ON, episode[before]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            if cut[i] or not goes_on:
+            is_gap = cuts_gaps and goes_on and not cut[i] and how[i] == GAP
+            gaps += is_gap
+            if is_gap or cut[i] or not goes_on:
                 if step > 0:  # a write that was cut off may have gone on with it
                     spans[e, number, LAST] = step - 1
                 number = number + 1 if number < T else 0
@@ -214,24 +211,6 @@ def enter(index: Any, which: Any, offsets: Any, at: Any, done: Any, cut: Any, sl
             goes_on = not done[i]
             step += 1
             slot = slot + 1 if slot + 1 < T else 0
-
-
-@loop
-def plan(
-    index: Any,
-    which: Any,
-    offsets: Any,
-    how: Any,
-    done: Any,
-    cut: Any,
-    cuts_gaps: bool,
-    at: Any,
-    slots: Any,
-) -> int:
-    """Does all of a write but the copy and its publication; adds gaps to `cut`, and returns how many."""
-    gaps = cut_gaps(index, which, offsets, how, done, cut) if cuts_gaps else 0
-    make_room(index, which, offsets, how, at)
-    enter(index, which, offsets, at, done, cut, slots)
     return gaps
 
 
@@ -281,7 +260,8 @@ def put(
     tips = np.empty(len(which), np.int64)
     find_tips(index, which, tips)
     compare(entries, sizes, index[STACK], tips, offsets, block, how)
-    gaps = plan(index, which, offsets, how, done, cut, cuts_gaps, at, slots)
+    make_room(index, which, offsets, how, at)
+    gaps = enter(index, which, offsets, how, at, done, cut, cuts_gaps, slots)
     copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
         steps = np.empty(len(block), np.int64)

@@ -21,7 +21,6 @@ __all__ = [
     "least_within",
     "level_starts",
     "newest_ranges",
-    "renew",
     "set_leaves",
 ]
 
@@ -90,13 +89,6 @@ def _joined(nodes: Any, first: int, is_least: bool) -> float:
     return least
 
 
-@inlined
-def _join_level(nodes: Any, starts: Any, level: int, is_least: bool) -> None:
-    """Joins the parents of a whole level anew."""
-    for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
-        nodes[starts[level - 1] + node] = _joined(nodes, starts[level] + node * FAN_OUT, is_least)
-
-
 @loop
 def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: Any) -> None:
     """Sets the weights `[B]`, or `[1]` for all, of `leaves` `[B]`, and joins what is above them.
@@ -112,19 +104,14 @@ def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: An
     for level in range(depth, 0, -1):
         # All of a small level cost less than one node for each leaf.
         if starts[level + 1] - starts[level] <= len(leaves) * FAN_OUT:
-            _join_level(nodes, starts, level, is_least)
+            for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
+                children = starts[level] + node * FAN_OUT
+                nodes[starts[level - 1] + node] = _joined(nodes, children, is_least)
         else:
             for i in range(len(leaves)):
                 changed[i] >>= 3
                 children = starts[level] + changed[i] * FAN_OUT
                 nodes[starts[level - 1] + changed[i]] = _joined(nodes, children, is_least)
-
-
-@loop
-def renew(nodes: Any, starts: Any, is_least: bool) -> None:
-    """Joins all nodes above the leaves anew."""
-    for level in range(len(starts) - 2, 0, -1):
-        _join_level(nodes, starts, level, is_least)
 
 
 @loop

@@ -44,7 +44,7 @@ class RowView:
         slots: as given.
         drawn: as given; `rows[key]` has these entries on the device of the rows.
         device: where entries are.
-        episodes: which rows are in which episodes; it takes and returns tensors on the host.
+        episodes: which rows are in which episodes; tensors that it is asked about are on the host.
         window: the n rows from each one, `[n, B]`, while an `NStep` is to fold them; else None. The last
             row of an episode is repeated.
         lengths: how many rows of the window differ, `[B]` int64 on the host; None if it was never there.

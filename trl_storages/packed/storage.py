@@ -394,8 +394,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             seen: what `look` returned before.
             slots: `[*B]` that were read.
         """
-        newest = torch.from_numpy(seen)[self.episodes.lanes_of(slots)] - 1
-        steps = newest - (newest - slots) % self.episodes.steps_per_lane
+        steps = self.episodes.steps_of(slots, seen)
         return self.episodes.stale(slots.reshape(-1), steps.reshape(-1)).view(slots.shape)
 
     def validate(self) -> None:

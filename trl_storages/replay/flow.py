@@ -201,7 +201,7 @@ def _draw_episodes(
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max())).expand(n, -1)
     offset = step.minimum(length[:, None] - 1)
-    slots = episodes.shift(first[:, None].expand_as(step).flatten(), offset.flatten()).view(n, -1)
+    slots = episodes.shift(first[:, None], offset)
     batch, gone = storage.read(slots, seen)
     mask = (step < length[:, None]).to(storage.device)
     batch = batch.masked_fill_(~mask, 0)

@@ -406,6 +406,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             if self._prefetch_queue.number:
                 raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
             with self._replay_lock:
+                if (sampler := self._prioritized) is not None:
+                    sampler.load_state_dict(sampler.state())  # the largest may be of no row
                 self._storage.share()
                 self._writer.share()
                 # Methods that hold it call others that take it.

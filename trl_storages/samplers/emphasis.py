@@ -21,7 +21,7 @@ from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.wrapping import WrappingSampler
 from trl_storages.states import Adopt, State, entries_of
 
-__all__ = ["ERESampler", "window_size"]
+__all__ = ["ERESampler"]
 
 Reference = Literal["stored", "capacity"]
 
@@ -127,15 +127,12 @@ class ERESampler(WrappingSampler):
 
     def window(self, episodes: EpisodeIndex) -> int:
         """Returns c_k, how many of the newest rows the current update draws from."""
-        phase = self._phase
-        return window_size(
-            len(episodes),
-            eta=self.eta,
-            update=min(phase.update, phase.num_updates),
-            num_updates=phase.num_updates,
-            c_min=self.c_min,
-            reference_rows=episodes.capacity if self.reference == "capacity" else None,
-        )
+        phase, stored = self._phase, len(episodes)
+        # The first update of a phase sees nearly everything, the last one the share η^1000; the factor
+        # makes η mean the same for any length of the phase.
+        share = min(phase.update / max(phase.num_updates, 1), 1)
+        rows = episodes.capacity if self.reference == "capacity" else stored
+        return min(max(int(rows * self.eta ** (1000 * share)), self.c_min), stored)
 
     def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update, as its base does in the window."""
@@ -179,32 +176,3 @@ class ERESampler(WrappingSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(eta={self.eta}, c_min={self.c_min}, base={self._base})"
-
-
-def window_size(
-    num_rows: int,
-    *,
-    eta: float,
-    update: int,
-    num_updates: int,
-    c_min: int,
-    reference_rows: int | None = None,
-) -> int:
-    """Counts the newest rows that one update draws from: see `ERESampler`.
-
-    The first update of a phase sees nearly everything, the last one the share η^1000; the factor 1000
-    makes η mean the same for any length of the phase.
-
-    Args:
-        num_rows: the rows stored now.
-        eta: η in (0, 1]; 1 draws from everything.
-        update: k, counted from 1 as in the paper.
-        num_updates: K, the updates of the phase.
-        c_min: the window never gets smaller than this, unless fewer rows are stored.
-        reference_rows: N; None takes the rows stored now (the paper takes the capacity).
-
-    >>> window_size(1000, eta=0.996, update=5, num_updates=10, c_min=50)
-    134
-    """
-    rows = num_rows if reference_rows is None else reference_rows
-    return min(max(int(rows * eta ** (update * 1000 / num_updates)), c_min), num_rows)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +38,11 @@ _NEAR = 1e-6
 
 def _strategy(name: str, value: Any) -> str | dict[str, float]:
     """Returns a strategy, or a mixture of them whose shares sum to 1."""
-    names = get_args(GoalStrategy)
     if not isinstance(value, Mapping):
-        strategy: str = arguments.choice(name, value, names)
+        strategy: str = arguments.choice(name, value, GOAL_KINDS)
         return strategy
     mixture = {
-        arguments.choice(f"a name of {name}", key, names): arguments.number(
+        arguments.choice(f"a name of {name}", key, GOAL_KINDS): arguments.number(
             f"{name}[{key!r}]", share, at_least=0, at_most=1
         )
         for key, share in value.items()

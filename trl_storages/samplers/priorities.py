@@ -48,14 +48,13 @@ class Priorities:
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
-        # What was taken in of the index, a `Seen`, with its cursors and tails.
+        # What was taken in of the index, a `Seen`.
         self._seen: Any = None
-        self._lanes: Any = None
         if largest is None:
             largest = priorities.largest_of(self.raw, index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
         self.largest = largest
-        #: How often rows were drawn by them.
+        #: How many batches were drawn.
         self.num_draws = 0
 
     @property
@@ -70,7 +69,6 @@ class Priorities:
             self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
-            self._lanes = self._seen.lanes
             self._set(changes.gone, _NOTHING)
             self._take_in(changes.new)
         if self._known is not None and self._num_updates != self.index.num_updates[0]:
@@ -119,17 +117,6 @@ class Priorities:
         self.largest = max(self.largest, largest)
         self._set(kept[:count], weights[:count])
 
-    def rescale(self, alpha: float, eps: float) -> None:
-        """Computes all weights anew."""
-        self.catch_up()
-        self.alpha, self.eps = alpha, eps
-        live = self.index.live_slots().numpy()
-        leaves = self.sums[self.starts[-2] :]
-        leaves[:] = 0
-        leaves[live] = self._weights(live)
-        tree.renew(self.sums, self.starts, False)
-        self._least = None
-
     def by_slot(self) -> np.ndarray:
         """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
         self.catch_up()
@@ -147,11 +134,12 @@ class Priorities:
             the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
             drawn from, `[2, R]` firsts and ends, none for all.
         """
+        self.num_draws += 1
         ranges = _NO_RANGES
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
             # The newest that the tree knows: another process may be writing.
-            tree.newest_ranges(self._lanes, self.index.steps_per_lane, window, ranges)
+            tree.newest_ranges(self._seen.lanes, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges
@@ -159,9 +147,7 @@ class Priorities:
     def least(self, ranges: np.ndarray) -> float:
         """Returns the least weight within ranges of leaves."""
         if self._least is None:
-            self._least = np.full(len(self.sums), np.inf)
-            leaves = self.sums[self.starts[-2] :]
-            self._least[self.starts[-2] :] = np.where(leaves > 0, leaves, np.inf)
-            tree.renew(self._least, self.starts, True)
+            self._least, every = np.full(len(self.sums), np.inf), np.arange(self.index.capacity)
+            tree.set_leaves(self._least, self.starts, True, every, self.sums[self.starts[-2] :])
         found: float = tree.least_within(self._least, self.starts, ranges)
         return found

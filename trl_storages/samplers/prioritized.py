@@ -15,7 +15,6 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, warn_caller
-from trl_storages.kernels.draws import steps_of
 from trl_storages.kernels.priorities import are_priorities
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
@@ -124,19 +123,19 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         Raises:
             ValueError: the storage has more slots than `max_capacity`.
         """
-        found = self._priorities
-        if found is None or found.index is not storage.episodes:
+        known = self._priorities
+        if known is None or known.index is not storage.episodes:
             if storage.max_size > self._max_capacity:
                 raise ValueError(
                     f"max_capacity must be at least that of the storage, {storage.max_size}, got "
                     f"{self._max_capacity}."
                 )
-            found = Priorities(storage, self.alpha, self.eps, self._largest)
-            self._priorities, self._largest = found, None
-        if found.alpha != self.alpha or found.eps != self.eps:
-            found.rescale(self.alpha, self.eps)
-        found.catch_up()
-        return found
+            self._priorities = known = Priorities(storage, self.alpha, self.eps, self._largest)
+            self._largest = None
+        elif (known.alpha, known.eps) != (self.alpha, self.eps):
+            self._priorities = known = Priorities(storage, self.alpha, self.eps, known.largest)
+        known.catch_up()
+        return known
 
     def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots in proportion to their priorities.
@@ -145,7 +144,6 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
         """
         priorities = self.priorities_of(storage)
-        priorities.num_draws += 1
         # Who only reads a directory has no say.
         is_missed = priorities.num_draws == _FORGOTTEN and not priorities.largest
         if is_missed and storage.place.is_writer:
@@ -163,9 +161,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((top / weights) ** self.beta).astype(np.float32)
-        steps = np.empty_like(slots)
-        steps_of(storage.episodes.tables, slots, steps)
-        return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: steps}
+        stamp = storage.episodes.steps_of(slots)
+        return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
 
     @property
     def priorities(self) -> torch.Tensor:

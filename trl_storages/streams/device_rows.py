@@ -87,7 +87,8 @@ class DeviceRows:
         else:
             how, done, cut, lasts = self._compared_here(block)
         at, slots = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-        gaps = streams.plan(tables, which, offsets, how, done, cut, cuts_gaps, at, slots)
+        streams.make_room(tables, which, offsets, how, at)
+        gaps = streams.enter(tables, which, offsets, how, at, done, cut, cuts_gaps, slots)
         self._copy_in(words, sent(at, self.device))
         streams.publish(tables, which, offsets)
         self._keep(which[offsets[1:] > offsets[:-1]], lasts)

@@ -205,10 +205,9 @@ class HostRows:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field, words, ahead, start, size = self._elements[key]
         flat = at.reshape(-1)
-        if not len(flat):  # has no strides to be viewed by
-            return torch.empty(*at.shape, *field.shape, dtype=field.dtype)
         k = self._layout.frames if field.stack else 1
-        found = np.empty((len(flat), k, size), words.dtype)
+        # An array that is made without rows has no strides to be viewed by.
+        found = np.empty((len(flat) or 1, k, size), words.dtype)[: len(flat)]
         streams.take(words, flat, ahead, start, found)
         values = torch.from_numpy(found).view(field.dtype)
         if field.stack is None:
@@ -221,7 +220,6 @@ class HostRows:
         Returns:
             `[B, row_words]` int64.
         """
-        # An array without rows has no strides to be viewed by.
         rows = np.empty((len(at) or 1, self._layout.row_words), np.int64)[: len(at)]
         streams.gather(self.entries, self._layout.sizes, self._layout.frames, at, last, rows)
         return torch.from_numpy(rows)

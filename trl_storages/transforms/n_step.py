@@ -22,8 +22,6 @@ from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["NStep", "discounts", "window_length"]
 
-_return_dtype = lru_cache(maxsize=32)(return_dtype)
-
 
 def _next_key(name: str, value: Any) -> NestedKey:
     found = arguments.key(name, value)
@@ -158,7 +156,7 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
     """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
     if len(rewards) == 1:
         return rewards[0]
-    dtype = _return_dtype(rewards.dtype)
+    dtype = return_dtype(rewards.dtype)
     if rewards.device.type == "cpu":
         # The loop is compiled for two dtypes; it sums in float64 in any case.
         if not rewards.dtype is dtype is torch.float32:

@@ -65,7 +65,6 @@ class Staging:
         words, done = self.words, self.done
         if order is not None:
             words, done = words[order], done[order]
-        # Who writes the block marks gaps there.
         cut = np.zeros(len(done), bool) if cut is None else cut
         begins = cut if self.device is None else torch.from_numpy(cut).to(self.device)
         return Block(which, offsets, words, done, begins)
