@@ -15,7 +15,7 @@ import torch
 from trl_storages import keys
 from trl_storages.directory.files import read_text, write_text
 from trl_storages.streams.frames import FrameStack
-from trl_storages.streams.layout import DTYPES, Layout
+from trl_storages.streams.layout import DTYPES, NAMES, Layout
 
 __all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 
@@ -27,7 +27,6 @@ UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, A
 _KIND = {"kind": "trl_storages", "format": 3}
 _MOST = 2**48
 _MOST_BYTES = 1 << 24
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def damaged(path: Path, what: str) -> ValueError:
@@ -135,7 +134,7 @@ def described(layout: Layout) -> dict[str, Any]:
         "fields": [
             {
                 "key": list(keys.key_path(key)),
-                "dtype": _NAMES[dtype],
+                "dtype": NAMES[dtype],
                 "shape": list(shape),
                 **({"stack": asdict(stack[0])} if stack else {}),
             }

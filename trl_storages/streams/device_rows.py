@@ -19,7 +19,7 @@ from trl_storages.streams.layout import Block, Field, Layout
 
 __all__ = ["DeviceRows", "sent", "sent_together"]
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -190,10 +190,8 @@ class DeviceRows:
 
     def _column(self, field: Field) -> torch.Tensor:
         """Returns a field of all entries as integers, which devices copy whatever they stand for."""
-        size = field.dtype.itemsize
-        each = 2 if size == 16 else 1
-        elements = self._entries.view(_INTEGERS[size])
-        return elements[:, field.start * each : (field.start + field.size) * each]
+        size, start, count = field.words
+        return self._entries.view(_INTEGERS[size])[:, start : start + count]
 
     def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.

@@ -6,7 +6,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,51 +16,20 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks, streams
 from trl_storages.kernels.words import GAP, SAME
 from trl_storages.streams.arena import Arena
-from trl_storages.streams.layout import Block, Field, Layout
+from trl_storages.streams.layout import Block, Layout
 
 __all__ = ["HostRows", "room_for"]
 
-# Elements are copied as unsigned words of their size; one of 16 bytes is two words.
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.uint64}
-_UNMARKED: Any = np.empty((0, checks.NUM_WORDS), np.int64), np.empty(0, np.int64)
 # Bytes that are reserved ahead at most.
 _AHEAD = 1 << 20
-
-
-class _Elements(NamedTuple):
-    """A field, the entries as words of its size, how many entries ahead, where, and how many."""
-
-    field: Field
-    words: np.ndarray
-    ahead: int
-    start: int
-    size: int
-
-
-class _ElementsOf(dict[NestedKey, _Elements]):
-    """Where the elements of each field are in the entries, once it was asked for."""
-
-    def __init__(self, layout: Layout, entries: np.ndarray) -> None:
-        super().__init__()
-        self._layout = layout
-        self._views = {dtype: entries.view(dtype) for dtype in set(_WORDS.values())}
-
-    def __missing__(self, key: NestedKey) -> _Elements:
-        field = self._layout.field(key)
-        size = field.dtype.itemsize
-        each = 2 if size == 16 else 1
-        places = int(field.is_next), field.start * each, field.size * each
-        found = self[key] = _Elements(field, self._views[_WORDS[size]], *places)
-        return found
 
 
 def room_for(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
     """Returns the arguments of an `Arena` for rows with their index."""
     num_entries = index.num_envs * index.entries_per_lane
-    marks = {"marks": (np.int64, (num_entries, checks.NUM_WORDS))} if is_in_file else {}
     shapes = {
         **index.table_shapes(),
-        **marks,
+        "marks": (np.int64, (num_entries if is_in_file else 0, checks.NUM_WORDS)),
         "entries": (np.int64, (num_entries, layout.entry_words)),
     }
     return {"shapes": shapes, "lane_bytes": index.entries_per_lane * layout.entry_words * 8}
@@ -81,20 +50,19 @@ class HostRows:
         self._layout, self._index, self._arena = layout, index, arena
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
-        self._elements = _ElementsOf(layout, self.entries)
+        #: The marks, none in memory, and the constants of their checks.
+        self.marked = arena.arrays["marks"], checks.factors(layout.entry_words, layout.frames)
+        self.is_in_file = len(self.marked[0]) > 0
+        # Elements are copied as unsigned words of their size.
+        self._words = {size: self.entries.view(f"u{size}") for size in (1, 2, 4, 8)}
         # Where fields that are pasted begin in a row.
         self._firsts: dict[Any, np.ndarray] = {}
+        # The arrays that have something for each entry, and how many bytes.
+        self._sizes = {"entries": layout.entry_words * 8}
         # Memory is given back after so many rows, when each lane may have left a piece.
         self._often = max(index.num_envs * arena.piece // (layout.entry_words * 8), 1)
         self._written = 0
-        #: The marks and the constants of their checks; none in memory.
-        self.marked: tuple[np.ndarray, np.ndarray] = _UNMARKED
-        # The arrays that have something for each entry, and how many bytes.
-        self._sizes = {"entries": layout.entry_words * 8}
-        self.is_in_file = "marks" in arena.arrays
         if self.is_in_file:
-            factors = checks.factors(layout.entry_words, layout.frames)
-            self.marked = arena.arrays["marks"], factors
             self._sizes["marks"] = checks.NUM_WORDS * 8
             # To give back a part of a file takes milliseconds, whatever its size.
             self._often = max(self._often, index.capacity // 8)
@@ -203,12 +171,14 @@ class HostRows:
 
     def take(self, key: NestedKey, at: np.ndarray) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
-        field, words, ahead, start, size = self._elements[key]
+        field = self._layout.by_key[key]
+        size, start, count = field.words
+        words = self._words[size]
         flat = at.reshape(-1)
         k = self._layout.frames if field.stack else 1
         # An array that is made without rows has no strides to be viewed by.
-        found = np.empty((len(flat) or 1, k, size), words.dtype)[: len(flat)]
-        streams.take(words, flat, ahead, start, found)
+        found = np.empty((len(flat) or 1, k, count), words.dtype)[: len(flat)]
+        streams.take(words, flat, int(field.is_next), start, found)
         values = torch.from_numpy(found).view(field.dtype)
         if field.stack is None:
             return values.view(*at.shape, *field.shape)
@@ -244,15 +214,17 @@ class HostRows:
         Returns:
             False if there are no such fields, or they are stacks: then nothing was done.
         """
-        _, elements, ahead, start, size = self._elements[key]
+        field = self._layout.by_key[key]
+        size, start, count = field.words
         firsts = self._firsts.get((key, targets))
         if firsts is None:
             found = np.array(self._layout.row_bytes(key, targets), np.int64)
-            firsts = self._firsts[key, targets] = found // elements.itemsize
+            firsts = self._firsts[key, targets] = found // size
         if not len(firsts):
             return False
-        words = rows.numpy().view(elements.dtype)
-        streams.paste(elements, at, ahead, start, size, mask.numpy(), words, firsts)
+        words, ahead = self._words[size], int(field.is_next)
+        out = rows.numpy().view(words.dtype)
+        streams.paste(words, at, ahead, start, count, mask.numpy(), out, firsts)
         return True
 
     def rewrite(self, key: NestedKey, at: np.ndarray, values: torch.Tensor) -> None:
@@ -263,8 +235,9 @@ class HostRows:
         """
         if self.is_in_file:
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
-        field, elements, _, start, size = self._elements[key]
+        field = self._layout.by_key[key]
+        size, start, count = field.words
         copied = torch.empty(len(at), field.size, dtype=field.dtype)
         copied.copy_(values.reshape(copied.shape))
-        words = copied.view(torch.uint8).numpy().view(elements.dtype)
-        elements[at, start : start + size] = words
+        words = self._words[size]
+        words[at, start : start + count] = copied.view(torch.uint8).numpy().view(words.dtype)

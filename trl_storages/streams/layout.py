@@ -18,7 +18,7 @@ from trl_storages import keys
 from trl_storages._torchrl import new_tensordict
 from trl_storages.streams.frames import FrameStack
 
-__all__ = ["DTYPES", "Block", "Field", "Layout", "Nested", "nest", "nested_sizes"]
+__all__ = ["DTYPES", "NAMES", "Block", "Field", "Layout", "Nested", "nest", "nested_sizes"]
 
 _WORD = 8  # bytes
 #: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
@@ -33,7 +33,8 @@ DTYPES: dict[str, torch.dtype] = {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: And their names.
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,21 @@ class Field:
         """The first element in an entry."""
         return self.at // self.dtype.itemsize
 
+    @cached_property
+    def words(self) -> tuple[int, int, int]:
+        """The size of integers that it is copied as, the first one in an entry, and their number."""
+        size = min(self.dtype.itemsize, _WORD)
+        return size, self.at // size, self.size * self.dtype.itemsize // size
+
     def __str__(self) -> str:
         stacked = "" if self.stack is None else f" as {self.stack}"
-        return f"{_NAMES[self.dtype]} {list(self.shape)}{stacked}"
+        return f"{NAMES[self.dtype]} {list(self.shape)}{stacked}"
+
+
+class _Fields(dict[NestedKey, Field]):
+    def __missing__(self, key: NestedKey) -> Field:
+        there = sorted(self, key=str)
+        raise KeyError(f"the rows have no field {key!r}; they have {there}.")
 
 
 class Layout:
@@ -101,25 +114,22 @@ class Layout:
         #: As given.
         self.nested = nested
         self._check_dtypes()
-        seen = self._observations()
+        kinds = {key: kind[:2] for key, kind in self.described.items()}
+        # What is stored once with its next values.
+        seen = [key for key in keys.shared_keys(kinds) if kinds[keys.next_key(key)] == kinds[key]]
+        twins = {keys.next_key(key): key for key in seen}
         stacks = [key for key in seen if len(self.described[key]) > 2]
         #: k, the number of frames of a stack: how many entries an observation is made of.
-        self.frames = self._num_frames(stacks)
+        self.frames = self._num_frames(stacks, twins)
         decides = keys.continued_keys([*self.described])
-        next_keys = {keys.next_key(key): key for key in seen}
-        steps = [key for key in self.described if key not in seen and key not in next_keys]
-        groups = [
+        steps = [key for key in self.described if key not in seen and key not in twins]
+        placed, ends = self._placed(
             stacks,
             [key for key in seen if key in decides and key not in stacks],
             [key for key in seen if key not in decides and key not in stacks],
-            [key for key in steps if keys.key_path(key)[0] != "next"],
-            [key for key in steps if keys.key_path(key)[0] == "next"],
-        ]
-        placed: dict[NestedKey, Field] = {}
-        ends: list[int] = []  # of the groups, in words
-        for group in groups:
-            placed |= self._placed(group, ends[-1] if ends else 0)
-            ends.append(self._end(placed))
+            [key for key in steps if key[0] != "next"],
+            [key for key in steps if key[0] == "next"],
+        )
         #: F, words of a frame; O, of an observation; before what is `next`; W, words of an entry.
         self.frame_words, middle, self.observation_words, self.root_words, self.entry_words = ends
         self._skipped = (self.frames - 1) * self.frame_words
@@ -131,35 +141,28 @@ class Layout:
         end = middle + self._skipped
         #: As loops take it, see `kernels.streams`: observations decide whether a row continues another.
         self.sizes = (self.frame_words, self.observation_words, begin, end, self.root_words)
-        after = {
-            key: replace(placed[twin], key=key, is_next=True) for key, twin in next_keys.items()
-        }
+        observed = [field for field in placed if field.key in seen]
+        after = [replace(it, key=keys.next_key(it.key), is_next=True) for it in observed]
         #: In the order of a row.
-        self.fields = (
-            *placed.values(),
-            *(after[keys.next_key(key)] for key in placed if key in seen),
-        )
-        self._by_key = {field.key: field for field in self.fields}
-        #: Returns each field of rows, `[*B, row_words]` int64, as a view `[*B, *shape]`.
-        self.views = _Views(self)
+        self.fields = (*placed, *after)
+        #: The same by key.
+        self.by_key = _Fields({field.key: field for field in self.fields})
+        plain = [field for field in self.fields if not field.stack]
+        self._splits = [self._split(dtype) for dtype in dict.fromkeys(it.dtype for it in plain)]
+        self._shaped = [(field.key, field.shape) for field in plain if len(field.shape) != 1]
+        self._stacks = [(field, field.stack) for field in self.fields if field.stack]
 
     def _check_dtypes(self) -> None:
         if not self.described:
             raise ValueError("a layout needs at least one field, got none.")
         for key, (dtype, *_) in self.described.items():
-            if dtype not in _NAMES:
+            if dtype not in NAMES:
                 raise TypeError(f"{key!r} must have one of the dtypes {[*DTYPES]}, got {dtype}.")
 
-    def _observations(self) -> list[NestedKey]:
-        """Returns the fields that are stored once with their next values."""
-        kinds = {key: kind[:2] for key, kind in self.described.items()}
-        return [key for key in keys.shared_keys(kinds) if kinds[keys.next_key(key)] == kinds[key]]
-
-    def _num_frames(self, stacks: Sequence[NestedKey]) -> int:
+    def _num_frames(self, stacks: Sequence[NestedKey], twins: Mapping[NestedKey, NestedKey]) -> int:
         said = {key: kind[2] for key, kind in self.described.items() if len(kind) > 2}
         for key, stack in said.items():
-            path = keys.key_path(key)
-            root = unravel_key(path[1:]) if path[0] == "next" else key
+            root = twins.get(key, key)
             if root not in stacks or said[root] != stack:
                 raise ValueError(
                     f"{key!r} is {stack}, so it must have a next value of its dtype and shape."
@@ -169,27 +172,41 @@ class Layout:
             raise ValueError(f"all stacks must have one number of frames, got {sorted(numbers)}.")
         return numbers.pop() if numbers else 1
 
-    def _placed(self, group: Sequence[NestedKey], first: int) -> dict[NestedKey, Field]:
-        """Places fields one behind another from a word on, the largest elements first."""
-        placed, end = {}, first * _WORD
-        for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
-            dtype, shape, *stack = self.described[key]
-            at = -(-end // dtype.itemsize) * dtype.itemsize
-            field = Field(key, dtype, shape, at, stack[0] if stack else None)
-            end = field.at + field.size * dtype.itemsize
-            placed[key] = field
-        return placed
+    def _placed(self, *groups: Sequence[NestedKey]) -> tuple[list[Field], list[int]]:
+        """Places fields one behind another, of each group the largest elements first.
 
-    def _end(self, placed: Mapping[NestedKey, Field]) -> int:
-        """Returns the word behind some fields."""
+        Returns:
+            the fields, and the words at which the groups end.
+        """
         unit = max(_WORD, *(kind[0].itemsize for kind in self.described.values()))
-        end = max((it.at + it.size * it.dtype.itemsize for it in placed.values()), default=0)
-        return -(-end // unit) * unit // _WORD
+        placed, ends, end = [], [], 0
+        for group in groups:
+            for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
+                dtype, shape, *stack = self.described[key]
+                at = -(-end // dtype.itemsize) * dtype.itemsize
+                placed.append(Field(key, dtype, shape, at, *stack))
+                end = at + placed[-1].size * dtype.itemsize
+            end = -(-end // unit) * unit
+            ends.append(end // _WORD)
+        return placed, ends
+
+    def _split(self, dtype: torch.dtype) -> tuple[torch.dtype, list[int], list[NestedKey | None]]:
+        """Returns the sizes and the keys of the parts of a row; None of what is of no plain field."""
+        fields = [it for it in self.fields if it.dtype is dtype and not it.stack]
+        parts: list[tuple[NestedKey | None, int]] = []
+        end = 0
+        for field in fields:
+            start = self.row_byte(field) // dtype.itemsize
+            parts += [(None, start - end), (field.key, field.size)]
+            end = start + field.size
+        parts.append((None, self.row_words * _WORD // dtype.itemsize - end))
+        parts = [(key, size) for key, size in parts if key or size]
+        return dtype, [size for _, size in parts], [key for key, _ in parts]
 
     # Fields
 
     def __contains__(self, key: object) -> bool:
-        return key in self._by_key
+        return key in self.by_key
 
     def field(self, key: NestedKey) -> Field:
         """Returns the field of a key.
@@ -197,11 +214,7 @@ class Layout:
         Raises:
             KeyError: no such field; the message lists the existing ones.
         """
-        found = self._by_key.get(key)
-        if found is None:
-            there = sorted(self._by_key, key=str)
-            raise KeyError(f"the rows have no field {key!r}; they have {there}.")
-        return found
+        return self.by_key[key]
 
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
@@ -221,7 +234,7 @@ class Layout:
 
     def row_bytes(self, key: NestedKey, others: Sequence[NestedKey]) -> list[int]:
         """Returns where fields begin in a row; [] unless they are alike `key`'s, and no stacks."""
-        one, found = self.field(key), [self._by_key.get(it) for it in others]
+        one, found = self.field(key), [self.by_key.get(it) for it in others]
         kind = one.dtype, one.shape, None
         is_alike = all(it and (it.dtype, it.shape, it.stack) == kind for it in (one, *found))
         return [self.row_byte(it) for it in found if it] if is_alike else []
@@ -244,6 +257,19 @@ class Layout:
         """Returns rows `[*B, row_words]` as a TensorDict of batch size B that shares their memory."""
         return nest(self.views(rows), rows.shape[:-1], rows.device, self.nested)
 
+    def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
+        """Returns each field of rows `[*B, row_words]` int64 as a view `[*B, *shape]`."""
+        views: dict[Any, torch.Tensor] = {}
+        # One split makes nine views in the time of four others.
+        for dtype, sizes, names in self._splits:
+            views.update(zip(names, rows.view(dtype).split_with_sizes(sizes, -1), strict=True))
+        views.pop(None, None)
+        for key, shape in self._shaped:
+            views[key] = views[key].view((*rows.shape[:-1], *shape))
+        for field, stack in self._stacks:
+            views[field.key] = stack.stacks(self.frames_of(field, rows), field.shape)
+        return views
+
     def frames_of(self, field: Field, rows: torch.Tensor) -> torch.Tensor:
         """Returns the frames of a stack in rows as a view `[*B, k, *frame_shape]`."""
         first, size = (self.next_word if field.is_next else 0), self.frames * self.frame_words
@@ -262,46 +288,6 @@ class Layout:
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
         return f"{type(self).__name__}({self.entry_words * _WORD} bytes an entry; {fields})"
-
-
-class _Views:
-    """Makes views of the fields of rows. One split makes nine in the time of four others."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._stacks = [(field, field.stack) for field in layout.fields if field.stack]
-        plain = [it for it in layout.fields if not it.stack]
-        self._shapes = [(it.key, it.shape) for it in plain if len(it.shape) != 1]
-        self._splits = []
-        for dtype in dict.fromkeys(it.dtype for it in plain):
-            fields = [it for it in plain if it.dtype is dtype]
-            self._splits.append((dtype, *self._parts(dtype, fields)))
-
-    def _parts(self, dtype: torch.dtype, fields: Sequence[Field]) -> tuple[list[int], list[Any]]:
-        """Returns sizes of the parts of a row, and their keys; None of what is between the fields."""
-        sizes: list[int] = []
-        names: list[Any] = []
-        starts = [self._layout.row_byte(it) // dtype.itemsize for it in fields]
-        end = self._layout.row_words * _WORD // dtype.itemsize
-        for field, start in zip([*fields, None], [*starts, end], strict=True):
-            if rest := start - sum(sizes):
-                sizes.append(rest)
-                names.append(None)
-            if field is not None:
-                sizes.append(field.size)
-                names.append(field.key)
-        return sizes, names
-
-    def __call__(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        views: dict[NestedKey, torch.Tensor] = {}
-        for dtype, sizes, names in self._splits:
-            views.update(zip(names, rows.view(dtype).split_with_sizes(sizes, -1), strict=True))
-        views.pop(None, None)
-        for key, shape in self._shapes:
-            views[key] = views[key].view((*rows.shape[:-1], *shape))
-        for field, stack in self._stacks:
-            views[field.key] = stack.stacks(self._layout.frames_of(field, rows), field.shape)
-        return views
 
 
 def nest(
