@@ -60,9 +60,15 @@ class Arena:
         writable: bool = True,
         lazy: Sequence[str] | None = None,
     ) -> None:
-        self.piece, starts, self.num_bytes = _placed(shapes, lane_bytes)
+        sizes = {name: prod(shape) * np.dtype(it).itemsize for name, (it, shape) in shapes.items()}
+        most = max(lane_bytes // _PIECES, _PAGE)
+        self.piece = min(1 << (most.bit_length() - 1), _HUGE)
+        starts, self.num_bytes = {}, 0
+        for name, size in sizes.items():
+            starts[name] = self.num_bytes
+            self.num_bytes += -(-max(size, 1) // self.piece) * self.piece
         self._opened_by: tuple[Any, int] | None = None
-        self._is_file = file is not None
+        self._file: Any = None
         if file is not None:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
@@ -72,29 +78,23 @@ class Arena:
             if not size:
                 os.ftruncate(file, self.num_bytes)
         if lazy is not None and GIVES_BACK:
-            for name, (dtype, shape) in shapes.items():
-                if name not in lazy:
-                    size = prod(shape) * np.dtype(dtype).itemsize
-                    os.posix_fallocate(self._file, starts[name], size)
-        self._map = self._mapped(file, writable)
+            for name in sizes.keys() - lazy:
+                os.posix_fallocate(self._file, starts[name], sizes[name])
+        self._map = self._mapped(writable)
         # Pieces of private memory are aligned as addresses, those of a file within it.
         address = np.frombuffer(self._map, np.uint8).ctypes.data
-        first = 0 if self._is_file else -address % self.piece
+        first = -address % self.piece if file is None else 0
         self._starts = {name: start + first for name, start in starts.items()}
         self.arrays = {
             name: np.frombuffer(self._map, dtype, prod(shape), self._starts[name]).reshape(shape)
             for name, (dtype, shape) in shapes.items()
         }
 
-    def _mapped(self, file: int | None, writable: bool) -> mmap.mmap:
-        if file is not None:
-            if writable:
-                return mmap.mmap(file, self.num_bytes)
+    def _mapped(self, writable: bool) -> mmap.mmap:
+        if self._file is not None:
             # Compiled loops take arrays that can be written. Pages that are not are those of the file.
-            return mmap.mmap(
-                *(file, self.num_bytes, mmap.MAP_PRIVATE | _NO_RESERVE),
-                mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
+            return mmap.mmap(self._file, self.num_bytes, flags)
         size = self.num_bytes + self.piece
         if not GIVES_BACK:
             return mmap.mmap(-1, size)
@@ -164,20 +164,6 @@ class Arena:
         size = base + end // self.piece * self.piece - start
         if size > 0:
             # A file system that can't make holes keeps the bytes.
+            how = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
             with suppress(OSError):
-                self._map.madvise(
-                    mmap.MADV_REMOVE if self._is_file else mmap.MADV_DONTNEED, start, size
-                )
-
-
-def _placed(
-    shapes: Mapping[str, tuple[Any, tuple[int, ...]]], lane_bytes: int
-) -> tuple[int, dict[str, int], int]:
-    """Returns the size of a piece, where each array begins, and the size of all."""
-    most = max(lane_bytes // _PIECES, _PAGE)
-    piece = min(1 << (most.bit_length() - 1), _HUGE)
-    starts, end = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        starts[name] = end
-        end += -(-max(prod(shape) * np.dtype(dtype).itemsize, 1) // piece) * piece
-    return piece, starts, end
+                self._map.madvise(how, start, size)
