@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,9 @@ class Description:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = [
-            *(self.max_size, self.num_envs, *self.tails, *self.cursors),
-            *([] if self.max_entries is None else [self.max_entries]),
-        ]
+        numbers = [self.max_size, self.num_envs, *self.tails, *self.cursors]
+        if self.max_entries is not None:
+            numbers.append(self.max_entries)
         if not all(type(it) is int and 0 <= it < _MOST for it in numbers):
             raise ValueError("its numbers are not those of rows")
         if not len(self.tails) == len(self.cursors) == self.num_envs:
@@ -90,9 +89,9 @@ class Description:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        own = {it.name: getattr(self, it.name) for it in fields(self)}
-        own["state"] = self.state if self.has_room_for(self.state) else {}
-        words = {**_KIND, **own, "layout": described(self.layout)}
+        words = {**_KIND, **vars(self), "layout": described(self.layout)}
+        if not self.has_room_for(self.state):
+            words["state"] = {}
         write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
 
     @classmethod

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trl_storages.directory.description import NAME, ROWS, Description, damaged
 from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
 from trl_storages.directory.recovery import forget_beyond, recover
@@ -40,7 +38,6 @@ class Directory:
         layout: of the rows.
         index: which rows there are.
         rows: the rows.
-        state: of other parts, as the last `flush` was given it.
         is_open: whether it was not closed.
     """
 
@@ -49,7 +46,6 @@ class Directory:
     ) -> None:
         self.path, self._lock, self._described = path, lock, described
         self.mode, self.is_open = "r" if lock is None else "r+", True
-        self.state: Mapping[str, Any] = described.state
         self.layout = layout = described.layout
         self.index = index = EpisodeIndex(
             *(described.max_size, described.num_envs),
@@ -146,10 +142,8 @@ class Directory:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        self.check_writer()
-        described = (
-            self._described if state is None else replace(self._described, state=dict(state))
-        )
+        state = self.state if state is None else dict(state)
+        described = replace(self._described, state=state)
         made = self._made(self.path, self._lock, described, fill)
         self._lock = None
         return made
@@ -171,7 +165,6 @@ class Directory:
             ValueError: it is damaged.
         """
         path = Path(path)
-        Description.read(path)
         lock = WriterLock(path) if mode == "r+" else None
         try:
             while True:
@@ -191,31 +184,31 @@ class Directory:
     def _opened(cls, path: Path, lock: WriterLock | None, described: Description) -> Directory:
         rows = path / described.rows
         try:
-            file, size = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
+            file = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
         except PermissionError:
             raise
         except OSError as error:
             raise damaged(rows, f"it must be a file: {error.strerror}") from error
         try:
-            if not size:
+            status = os.fstat(file)
+            if not status.st_size:
                 raise ValueError("it is empty")
-            inode = os.fstat(file).st_ino
             opened = cls(path, lock, described, file)
         except (ValueError, OverflowError, MemoryError) as error:
             raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
-        is_same = described.inode == inode and described.boot == _boot() != ""
+        is_same = described.inode == status.st_ino and described.boot == _boot() != ""
         if described.is_clean:
             opened._check_closed()
         elif is_same:
             opened.validate()
             if lock:
-                forget_beyond(opened.index, opened.rows.marked[0])
+                forget_beyond(opened.index, opened.rows)
         else:
-            recover(opened.index, opened.rows.entries, opened.rows.marked[0], described)
+            recover(opened.index, opened.rows, described)
         if lock:
-            opened._described = replace(described, boot=_boot(), inode=inode)
+            opened._described = replace(described, boot=_boot(), inode=status.st_ino)
             opened.flush()
             opened._remove_others()
         return opened
@@ -233,18 +226,14 @@ class Directory:
 
     def validate(self) -> None:
         """Raises a ValueError if a live row is damaged, or its place in the index."""
-        index, marks = self.index, self.rows.marked[0]
+        index = self.index
         try:
             index.validate()
             lane, step, slot = index.kept()
-            at, whole = index.where[slot], np.empty(len(slot), bool)
-            checks.are_whole(
-                *(self.rows.entries, self.layout.observation_words, index.stack),
-                *(self.rows.marked, at, whole),
-            )
-            steps, begins, done = checks.steps_of(marks[at, checks.NUMBER])
+            at = index.where[slot]
+            steps, begins, done = checks.steps_of(self.rows.marked[0][at, checks.NUMBER])
             first = index.spans[lane, index.episode[slot], FIRST]
-            whole &= (steps == step) & (begins == (first == step))
+            whole = self.rows.are_whole(at) & (steps == step) & (begins == (first == step))
             whole &= done == (index.ends[slot] == DONE)
             require("rows are whole", whole, index.tables, lane, step)
         except RuntimeError as error:
@@ -273,6 +262,11 @@ class Directory:
         return Directory.open, (self.path, "r")
 
     @property
+    def state(self) -> Mapping[str, Any]:
+        """Of other parts, as the last `flush` was given it."""
+        return self._described.state
+
+    @property
     def is_writer(self) -> bool:
         """Whether this process may write."""
         return self._lock is not None and self._lock.is_held
@@ -299,18 +293,16 @@ class Directory:
         Raises:
             OSError: the disk is full. The rows are there, as after a kill.
         """
-        self.check_writer()
         tails, cursors = self.index.tails.tolist(), self.index.cursors.tolist()
         self._arena.flush()
-        self.state = self.state if state is None else state
-        words = {"tails": tails, "cursors": cursors, "state": dict(self.state)}
-        described = replace(self._described, **words, is_clean=is_clean)
+        state = self.state if state is None else dict(state)
+        words = {"tails": tails, "cursors": cursors, "state": state, "is_clean": is_clean}
+        described = replace(self._described, **words)
         described.write(self.path)
         self._described = described
 
     def empty(self, keep_steps: int = 0) -> None:
         """Discards all rows but the last `keep_steps` of each lane, for good."""
-        self.check_writer()
         self.index.let_go(keep_steps)
         self.flush()
 

@@ -21,8 +21,8 @@ __all__ = ["NO_LINKS", "WriterLock", "open_regular", "read_text", "sync_director
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
-    """Opens a regular file; returns its descriptor and its size in bytes.
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a regular file; returns its descriptor.
 
     Args:
         path: the file.
@@ -32,9 +32,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
         OSError: the file is missing, can't be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | NO_LINKS)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode):
-        return descriptor, status.st_size
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "a directory, a pipe or a device")
 
@@ -45,11 +44,11 @@ def read_text(path: Path, most: int) -> bytes:
     Raises:
         OSError: as `open_regular`, or the file is larger.
     """
-    descriptor, size = open_regular(path)
-    with open(descriptor, "rb") as file:
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, of which at most {most:,} are read")
-        return file.read(most)
+    with open(open_regular(path), "rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes")
+    return found
 
 
 def write_text(path: Path, text: str) -> None:

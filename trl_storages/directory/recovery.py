@@ -11,24 +11,24 @@ from trl_storages.directory.description import Description
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import checks
 from trl_storages.kernels.words import CUT, DONE, GOES_ON
+from trl_storages.streams import HostRows
 
 __all__ = ["forget_beyond", "recover"]
 
 _MOST = 2**48
 
 
-def forget_beyond(index: EpisodeIndex, marks: np.ndarray) -> None:
+def forget_beyond(index: EpisodeIndex, rows: HostRows) -> None:
     """Removes marks of steps that a killed writer did not publish.
 
     Their numbers are given to other steps from now on.
     """
+    marks = rows.marked[0]
     steps, _, _ = checks.steps_of(marks[:, checks.NUMBER])
     marks[steps >= index.cursors.repeat(index.entries_per_lane), checks.NUMBER] = 0
 
 
-def recover(
-    index: EpisodeIndex, entries: np.ndarray, marks: np.ndarray, described: Description
-) -> None:
+def recover(index: EpisodeIndex, rows: HostRows, described: Description) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
     Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
@@ -36,21 +36,15 @@ def recover(
 
     Args:
         index: any contents.
-        entries: `[E M, W]`.
-        marks: `[E M, 3]`, see `kernels.checks`.
+        rows: with marks, see `kernels.checks`.
         described: says which steps don't count any more, and which were flushed.
     """
-    layout, k, M = described.layout, index.stack, index.entries_per_lane
+    marks, k, M = rows.marked[0], index.stack, index.entries_per_lane
     steps, begins, done = checks.steps_of(marks[:, checks.NUMBER])
     place = np.tile(np.arange(M), index.num_envs)
     fits = (steps >= 0) & (steps < _MOST) & (place >= k - 1) & (place + 1 < M)
     at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
-    whole = np.empty(len(at), bool)
-    checks.are_whole(
-        *(entries, layout.observation_words, k),
-        *((marks, checks.factors(layout.entry_words, k)), at, whole),
-    )
-    at = at[whole]
+    at = at[rows.are_whole(at)]
     index.clear()
     kept = np.zeros(len(marks), bool)
     for lane, flushed in enumerate(described.cursors):

@@ -160,6 +160,13 @@ class HostRows:
             *(how, at, slots, steps),
         )
 
+    def are_whole(self, at: np.ndarray) -> np.ndarray:
+        """Returns whether the steps in entries `[B]` of a file are whole, with what they need."""
+        whole = np.empty(len(at), bool)
+        sizes = self._layout.observation_words, self._layout.frames
+        checks.are_whole(self.entries, *sizes, self.marked, at, whole)
+        return whole
+
     def entries_of(self, slots: torch.Tensor) -> np.ndarray:
         """Returns the numbers of the entries that rows are in, `[*B]` int64."""
         return self._index.where.take(slots.numpy())
