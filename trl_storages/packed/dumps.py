@@ -49,32 +49,6 @@ class PackedLane(NamedTuple):
     entries: list[torch.Tensor]
     """`[n, W]` in parts."""
 
-    @property
-    def steps(self) -> np.ndarray:
-        """`[N]` the number of each step."""
-        return np.arange(self.cursor - len(self.places), self.cursor)
-
-    def without(self, count: int, k: int) -> PackedLane:
-        """Returns the lane without its oldest steps, as far as it can do without."""
-        count = min(count, len(self.places) - 1)
-        if count < 1:
-            return self
-        steps, begun = self.steps, np.flatnonzero(self.begins[: count + 1])
-        gone, entries = int(self.places[count]) - (k - 1), []
-        skipped = gone
-        for part in self.entries:
-            entries.append(part[skipped:])
-            skipped = max(skipped - len(part), 0)
-        return self._replace(
-            tail=max(self.tail, int(steps[count])),
-            first=int(steps[begun[-1]]) if len(begun) else self.first,
-            begins=self.begins[count:],
-            ends=self.ends[count:],
-            places=self.places[count:] - gone,
-            priorities=self.priorities[count:],
-            entries=entries,
-        )
-
 
 def packed(place: Any) -> State:
     """Returns the rows of a `Memory` or `Directory` as they are saved.
@@ -110,36 +84,25 @@ def read(path: Any) -> tuple[State, State]:
 
 
 def _lanes(place: Any) -> list[State]:
-    index, k = place.index, place.index.stack
+    index, k, lanes = place.index, place.index.stack, []
     lane, step, slot = index.kept()
     where, first = index.where[slot], index.spans[lane, index.episode[slot], FIRST]
-    columns = {
-        "begins": first == step,
-        "ends": index.ends[slot],
-        "priorities": index.priorities[slot],
-    }
-    bounds, lanes = np.searchsorted(lane, np.arange(index.num_envs + 1)).tolist(), []
-    for e in range(index.num_envs):
-        its = slice(bounds[e], bounds[e + 1])
+    columns = step, first, first == step, index.ends[slot], where, index.priorities[slot]
+    bounds = np.searchsorted(lane, np.arange(1, index.num_envs))
+    of_lanes = zip(*(np.split(column, bounds) for column in columns), strict=True)
+    for tail, each in zip(index.tails.tolist(), of_lanes, strict=True):
+        steps, firsts, begins, ends, places, priorities = each
         entries: list[torch.Tensor] = []
-        places = where[its].copy()
         # The stream may have come to the end of its lane, and gone on at the beginning.
         for part in np.split(places, np.flatnonzero(np.diff(places) < 0) + 1):
             if len(part):
                 begin, end = int(part[0]) - (k - 1), int(part[-1]) + 2
-                part += sum(map(len, entries)) - begin
+                part += sum(map(len, entries)) - begin  # of places too
                 entries.append(place.rows.stored(begin, end))
-        cursor = int(step[its][-1]) + 1 if len(places) else 0
-        lanes.append(
-            {
-                "cursor": cursor,
-                "tail": min(int(index.tails[e]), cursor),
-                "first": int(first[its][0]) if len(places) else 0,
-                **{name: torch.from_numpy(column[its]) for name, column in columns.items()},
-                "places": torch.from_numpy(places),
-                "entries": entries,
-            }
-        )
+        cursor, first = (int(steps[-1]) + 1, int(firsts[0])) if len(steps) else (0, 0)
+        arrays = map(torch.from_numpy, (begins, ends, places, priorities))
+        words = cursor, min(tail, cursor), first, *arrays, entries
+        lanes.append(dict(zip(PackedLane._fields, words, strict=True)))
     return lanes
 
 
@@ -189,16 +152,16 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
             for part in arguments.instance("entries", entries, list)
         ],
     )
-    k, oldest, places = layout.frames, cursor - size, lane.places
+    places, oldest = lane.places, cursor - size
     if not size:
         fits = cursor == tail == 0
     else:
-        fits = size <= T and places[0] == k - 1 and places[-1] + 2 == sum(map(len, lane.entries))
+        ends_at = sum(map(len, lane.entries))
+        fits = size <= T and places[0] == layout.frames - 1 and places[-1] + 2 == ends_at
         fits = bool(fits and (np.diff(places) > 0).all() and 0 <= oldest <= tail <= cursor)
     if not fits:
         raise ValueError("the steps of a lane must follow one another: nothing changed.")
-    # What gave way while it was saved goes, whatever it is.
-    return lane.without(tail - oldest, k)
+    return lane
 
 
 def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> None:
@@ -218,14 +181,22 @@ def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> 
 
 
 def _fill_lane(number: int, lane: PackedLane, index: EpisodeIndex, rows: Any) -> None:
-    # The oldest steps go whose entries do not fit.
-    least = int(lane.places[-1]) + 2 - index.entries_per_lane + index.stack - 1
-    lane = lane.without(int(np.searchsorted(lane.places, least)), index.stack)
+    places, size, k = lane.places, len(lane.places), index.stack
+    steps = np.arange(lane.cursor - size, lane.cursor)
+    # What gave way while it was saved goes, whatever it is; and the oldest whose entries do not fit.
+    least = int(places[-1]) + 2 - index.entries_per_lane + k - 1
+    gone = max(lane.tail - int(steps[0]), int(np.searchsorted(places, least)))
+    gone = min(gone, size - 1)
+    skipped, begun = int(places[gone]) - (k - 1), np.flatnonzero(lane.begins[: gone + 1])
     slots = index.set_lane(
-        *(number, lane.steps, lane.places, lane.begins, lane.ends),
-        first=lane.first,
-        tail=lane.tail,
+        *(number, steps[gone:], places[gone:] - skipped, lane.begins[gone:], lane.ends[gone:]),
+        first=int(steps[begun[-1]]) if len(begun) else lane.first,
+        tail=max(lane.tail, int(steps[gone])),
     )
-    index.priorities[slots] = lane.priorities
+    index.priorities[slots] = lane.priorities[gone:]
     if rows is not None:
-        rows.fill(number, lane.entries)
+        entries = []
+        for part in lane.entries:
+            entries.append(part[skipped:])
+            skipped = max(skipped - len(part), 0)
+        rows.fill(number, entries)
