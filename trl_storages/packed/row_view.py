@@ -6,7 +6,7 @@ Letters: B batch, n rows of a window.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -16,16 +16,6 @@ from trl_storages.streams.device_rows import sent, sent_together
 from trl_storages.streams.layout import nest
 
 __all__ = ["RowView"]
-
-
-class _Pasted(NamedTuple):
-    """A field of other rows, in entries `at`, that replaces some targets where `mask` says so."""
-
-    key: NestedKey
-    at: Any
-    mask: torch.Tensor
-    targets: tuple[NestedKey, ...]
-    default: NestedKey | None
 
 
 class RowView:
@@ -67,7 +57,8 @@ class RowView:
         if drawn and self.device.type != "cpu":
             self.changes = sent_together(drawn, self.device)
         self._fetched: dict[NestedKey, torch.Tensor] = {}
-        self._pasted: list[_Pasted] = []
+        # What was pasted: key, entries `[B]` of the other rows, mask, targets and default.
+        self._pasted: list[tuple[Any, ...]] = []
         # Numbers of entries: those that the rows are in, and those whose next observations they have,
         # which are others where windows are folded. And the rows, once gathered.
         self._first: Any = storage.rows.entries_of(slots)
@@ -248,13 +239,13 @@ class RowView:
                 f"{targets} were set by a transform: put it behind the one of goals."
             )
         self.read.append(slots)
-        pasted = _Pasted(key, self._storage.rows.entries_of(slots), mask, tuple(targets), default)
+        pasted = key, self._storage.rows.entries_of(slots), mask, tuple(targets), default
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
         if self._block is not None:
             self._paste(pasted)
 
-    def _paste(self, pasted: _Pasted) -> None:
+    def _paste(self, pasted: tuple[Any, ...]) -> None:
         """Pastes into gathered rows, or beside them what does not fit into their fields."""
         key, at, mask, targets, default = pasted
         rows = self._storage.rows
