@@ -106,8 +106,6 @@ class Machine(RuleBasedStateMachine):
         for make_arena in (Arena, None, None, *([] if self.has_file else [Arena.shared])):
             index = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
             arena = make_arena and make_arena(**room_for(layout, index))
-            if arena:
-                index.use(arena.arrays)
             rows = HostRows(layout, index, arena) if arena else DeviceRows(layout, index, CPU)
             self.forms.append((index, rows))
         if self.has_file:

@@ -37,7 +37,6 @@ def test_memory_is_given_back(is_shared):
     layout, index = Layout(FIELDS), EpisodeIndex(LANES * STEPS, LANES)
     room = room_for(layout, index)
     arena = Arena.shared(**room) if is_shared else Arena(**room)
-    index.use(arena.arrays)
     rows = HostRows(layout, index, arena)
     block = torch.zeros(LANES * BLOCK, layout.row_words, dtype=torch.int64)
     done = np.arange(LANES * BLOCK) % 50 == 49

@@ -2,7 +2,7 @@
 
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.device_rows import DeviceRows
-from trl_storages.streams.frames import FrameStack
+from trl_storages.streams.fields import FrameStack
 from trl_storages.streams.host_rows import HostRows, room_for
 from trl_storages.streams.layout import Block, Layout
 

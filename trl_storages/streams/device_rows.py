@@ -15,7 +15,8 @@ from tensordict import NestedKey
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import streams
 from trl_storages.kernels.words import AGAIN, GAP, SAME
-from trl_storages.streams.layout import Block, Field, Layout
+from trl_storages.streams.fields import Field
+from trl_storages.streams.layout import Block, Layout
 
 __all__ = ["DeviceRows", "sent", "sent_together"]
 

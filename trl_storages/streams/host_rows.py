@@ -6,6 +6,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.streams`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class HostRows:
 
     Args:
         layout: of the rows.
-        index: says where they are.
+        index: says where they are, by tables of the arena.
         arena: holds the `entries` `[E M, W]`, and in a file their `marks`, see `kernels.checks`.
     """
 
@@ -48,6 +49,7 @@ class HostRows:
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
+        index.use(arena.arrays)
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         #: The marks, none in memory, and the constants of their checks.
@@ -56,7 +58,7 @@ class HostRows:
         # Elements are copied as unsigned words of their size.
         self._words = {size: self.entries.view(f"u{size}") for size in (1, 2, 4, 8)}
         # Where fields that are pasted begin in a row.
-        self._firsts: dict[Any, np.ndarray] = {}
+        self._firsts = cache(layout.places_of)
         # The arrays that have something for each entry, and how many bytes.
         self._sizes = {"entries": layout.entry_words * 8}
         # Memory is given back after so many rows, when each lane may have left a piece.
@@ -223,10 +225,7 @@ class HostRows:
         """
         field = self._layout.by_key[key]
         size, start, count = field.words
-        firsts = self._firsts.get((key, targets))
-        if firsts is None:
-            found = np.array(self._layout.row_bytes(key, targets), np.int64)
-            firsts = self._firsts[key, targets] = found // size
+        firsts = self._firsts(key, targets)
         if not len(firsts):
             return False
         words, ahead = self._words[size], int(field.is_next)

@@ -6,8 +6,8 @@ Letters: B any leading shape; F, O, S, W and k as in `kernels.streams`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,64 +16,12 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages._torchrl import new_tensordict
-from trl_storages.streams.frames import FrameStack
+from trl_storages.streams.fields import DTYPES, WORD, Field
 
-__all__ = ["DTYPES", "NAMES", "Block", "Field", "Layout", "Nested", "nest", "nested_sizes"]
+__all__ = ["Block", "Layout", "Nested", "nest", "nested_sizes"]
 
-_WORD = 8  # bytes
 #: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
 Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
-
-#: The dtypes that rows can hold, by name.
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    )
-}
-#: And their names.
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Field:
-    """One value of a transition, and where it lies in an entry."""
-
-    key: NestedKey
-    dtype: torch.dtype
-    shape: torch.Size
-    at: int
-    """Its first byte in an entry; of a stack, that of its newest frame."""
-    stack: FrameStack | None = None
-    is_next: bool = False
-    """Whether it is read from the observation of the entry after that of the step."""
-
-    @cached_property
-    def frame_shape(self) -> torch.Size:
-        """The shape of what lies in one entry."""
-        return self.shape if self.stack is None else self.stack.frame_shape(self.shape)
-
-    @cached_property
-    def size(self) -> int:
-        """The number of elements in one entry."""
-        return self.frame_shape.numel()
-
-    @cached_property
-    def start(self) -> int:
-        """The first element in an entry."""
-        return self.at // self.dtype.itemsize
-
-    @cached_property
-    def words(self) -> tuple[int, int, int]:
-        """The size of integers that it is copied as, the first one in an entry, and their number."""
-        size = min(self.dtype.itemsize, _WORD)
-        return size, self.at // size, self.size * self.dtype.itemsize // size
-
-    def __str__(self) -> str:
-        stacked = "" if self.stack is None else f" as {self.stack}"
-        return f"{NAMES[self.dtype]} {list(self.shape)}{stacked}"
 
 
 class _Fields(dict[NestedKey, Field]):
@@ -156,7 +104,7 @@ class Layout:
         if not self.described:
             raise ValueError("a layout needs at least one field, got none.")
         for key, (dtype, *_) in self.described.items():
-            if dtype not in NAMES:
+            if dtype not in DTYPES.values():
                 raise TypeError(f"{key!r} must have one of the dtypes {[*DTYPES]}, got {dtype}.")
 
     def _num_frames(self, stacks: Sequence[NestedKey], twins: Mapping[NestedKey, NestedKey]) -> int:
@@ -178,7 +126,7 @@ class Layout:
         Returns:
             the fields, and the words at which the groups end.
         """
-        unit = max(_WORD, *(kind[0].itemsize for kind in self.described.values()))
+        unit = max(WORD, *(kind[0].itemsize for kind in self.described.values()))
         placed, ends, end = [], [], 0
         for group in groups:
             for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
@@ -187,7 +135,7 @@ class Layout:
                 placed.append(Field(key, dtype, shape, at, *stack))
                 end = at + placed[-1].size * dtype.itemsize
             end = -(-end // unit) * unit
-            ends.append(end // _WORD)
+            ends.append(end // WORD)
         return placed, ends
 
     def _split(self, dtype: torch.dtype) -> tuple[torch.dtype, list[int], list[NestedKey | None]]:
@@ -199,7 +147,7 @@ class Layout:
             start = self.row_byte(field) // dtype.itemsize
             parts += [(None, start - end), (field.key, field.size)]
             end = start + field.size
-        parts.append((None, self.row_words * _WORD // dtype.itemsize - end))
+        parts.append((None, self.row_words * WORD // dtype.itemsize - end))
         parts = [(key, size) for key, size in parts if key or size]
         return dtype, [size for _, size in parts], [key for key, _ in parts]
 
@@ -218,12 +166,12 @@ class Layout:
 
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
-        return field.at >= self.observation_words * _WORD
+        return field.at >= self.observation_words * WORD
 
     def row_byte(self, field: Field) -> int:
         """Returns the first byte of a field in a row; of a stack, that of its oldest frame."""
-        skipped = 0 if field.stack else self._skipped * _WORD
-        return field.at + skipped + (self.next_word * _WORD if field.is_next else 0)
+        skipped = 0 if field.stack else self._skipped * WORD
+        return field.at + skipped + (self.next_word * WORD if field.is_next else 0)
 
     def places(self) -> np.ndarray:
         """Returns which word of the entries each word of a row is, from the first of its entry on."""
@@ -232,20 +180,19 @@ class Layout:
         after = np.append(frames, np.arange(self.observation_words)) + W
         return np.concatenate([frames, np.arange(W), after])
 
-    def row_bytes(self, key: NestedKey, others: Sequence[NestedKey]) -> list[int]:
-        """Returns where fields begin in a row; [] unless they are alike `key`'s, and no stacks."""
-        one, found = self.field(key), [self.by_key.get(it) for it in others]
+    def places_of(self, key: NestedKey, others: Sequence[NestedKey]) -> np.ndarray:
+        """Returns where fields begin in a row, in `words`; none unless all are alike, and no stacks."""
+        one = self.field(key)
         kind = one.dtype, one.shape, None
-        is_alike = all(it and (it.dtype, it.shape, it.stack) == kind for it in (one, *found))
-        return [self.row_byte(it) for it in found if it] if is_alike else []
+        found = [it for it in map(self.by_key.get, others) if it]
+        is_alike = all((it.dtype, it.shape, it.stack) == kind for it in (one, *found))
+        places = [self.row_byte(it) // one.words[0] for it in found]
+        return np.array(places if is_alike and len(found) == len(others) else [], np.int64)
 
     def check_stacks(self, rows: Any) -> None:
         """Raises a ValueError unless each next stack of rows `[N, row_words]` is its stack moved on."""
-        size = (self.frames - 1) * self.frame_words
-        if not size:
-            return
-        first, after = self.frame_words, self.next_word
-        if (rows[:, first : first + size] != rows[:, after : after + size]).any():
+        first, after, size = self.frame_words, self.next_word, self._skipped
+        if size and (rows[:, first : first + size] != rows[:, after : after + size]).any():
             raise ValueError(
                 "the next stack of a row must be its stack moved by one frame; store other observations "
                 "without a FrameStack."
@@ -274,20 +221,20 @@ class Layout:
         """Returns the frames of a stack in rows as a view `[*B, k, *frame_shape]`."""
         first, size = (self.next_word if field.is_next else 0), self.frames * self.frame_words
         frames = rows[..., first : first + size].view(field.dtype)
-        each = self.frame_words * _WORD // field.dtype.itemsize
+        each = self.frame_words * WORD // field.dtype.itemsize
         frames = frames.view(*rows.shape[:-1], self.frames, each)
-        frames = frames[..., field.start : field.start + field.size]
+        start = field.at // field.dtype.itemsize
+        frames = frames[..., start : start + field.size]
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and (self.fields, self.nested) == (
-            other.fields,
-            other.nested,
-        )
+        if not isinstance(other, Layout):
+            return False
+        return self.fields == other.fields and self.nested == other.nested
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
-        return f"{type(self).__name__}({self.entry_words * _WORD} bytes an entry; {fields})"
+        return f"{type(self).__name__}({self.entry_words * WORD} bytes an entry; {fields})"
 
 
 def nest(
@@ -336,17 +283,11 @@ def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
     >>> nested_sizes(TensorDict({"agents": agents}, [2]), 1)
     ((('agents',), torch.Size([3])),)
     """
-    found: list[tuple[tuple[str, ...], torch.Size]] = []
-
-    def walk(nested: TensorDictBase, path: tuple[str, ...]) -> None:
-        for name, value in nested.items():
-            if isinstance(value, TensorDictBase):
-                if value.ndim > batch_dims:
-                    found.append(((*path, name), value.batch_size[batch_dims:]))
-                walk(value, (*path, name))
-
-    walk(data, ())
-    return tuple(found)
+    return tuple(
+        (keys.key_path(key), value.batch_size[batch_dims:])
+        for key, value in data.items(include_nested=True)
+        if isinstance(value, TensorDictBase) and value.ndim > batch_dims
+    )
 
 
 class Block(NamedTuple):
@@ -368,18 +309,15 @@ class Block(NamedTuple):
         """Returns the block in parts of at most `most` rows a lane."""
         if len(self.words) <= most:
             return [self]
-        counts = np.diff(self.offsets)
-        longest = int(counts.max())
-        firsts = [self.offsets[:-1] + np.minimum(counts, done) for done in range(0, longest, most)]
-        ends = [*firsts[1:], self.offsets[1:]]
-        return [self._part(*pair) for pair in zip(firsts, ends, strict=True)]
-
-    def _part(self, firsts: np.ndarray, ends: np.ndarray) -> Block:
-        """Returns rows `firsts` to `ends` `[L]`, positions in this block, of each lane as a block."""
-        offsets = np.append(0, (ends - firsts).cumsum())
-        rows: Any = slice(int(firsts[0]), int(ends[0]))
-        if len(firsts) > 1:
-            rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
-            if isinstance(self.words, torch.Tensor):
-                rows = torch.from_numpy(rows).to(self.words.device)
-        return Block(self.which, offsets, self.words[rows], self.done[rows], self.cut[rows])
+        begins, counts, parts = self.offsets[:-1], np.diff(self.offsets), []
+        for done in range(0, int(counts.max()), most):
+            firsts, ends = (begins + np.minimum(counts, it) for it in (done, done + most))
+            rows: Any = slice(int(firsts[0]), int(ends[0]))
+            if len(firsts) > 1:
+                rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
+                if isinstance(self.words, torch.Tensor):
+                    rows = torch.from_numpy(rows).to(self.words.device)
+            offsets = np.append(0, (ends - firsts).cumsum())
+            its = self.words[rows], self.done[rows], self.cut[rows]
+            parts.append(Block(self.which, offsets, *its))
+        return parts

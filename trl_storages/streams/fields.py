@@ -1,4 +1,4 @@
-"""Observations that are stacks of frames, of which each is stored once.
+"""The values that a transition is made of, and observations that are stacks of frames.
 
 Letters: B any leading shape, k frames a stack.
 """
@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from tensordict import NestedKey
 
-__all__ = ["FrameStack"]
+__all__ = ["DTYPES", "NAMES", "WORD", "Field", "FrameStack"]
+
+WORD = 8  # bytes
+#: The dtypes that rows can hold, by name.
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+#: And their names.
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -71,3 +86,44 @@ class FrameStack:
         if (place := self.dim % len(shape)) == 0:
             return frames.reshape(*batch, *shape)
         return frames.movedim(len(batch), len(batch) + place)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value of a transition, and where it lies in an entry.
+
+    Args:
+        key: its key in a TensorDict.
+        dtype: of its elements.
+        shape: of its value in one transition.
+        at: its first byte in an entry; of a stack, that of its newest frame.
+        stack: whether, and how, it is a stack of frames.
+        is_next: whether it is read from the observation of the entry after that of the step.
+    """
+
+    key: NestedKey
+    dtype: torch.dtype
+    shape: torch.Size
+    at: int
+    stack: FrameStack | None = None
+    is_next: bool = False
+
+    @cached_property
+    def frame_shape(self) -> torch.Size:
+        """The shape of what lies in one entry."""
+        return self.shape if self.stack is None else self.stack.frame_shape(self.shape)
+
+    @cached_property
+    def size(self) -> int:
+        """The number of elements in one entry."""
+        return self.frame_shape.numel()
+
+    @cached_property
+    def words(self) -> tuple[int, int, int]:
+        """The size of integers that it is copied as, the first one in an entry, and their number."""
+        size = min(self.dtype.itemsize, WORD)
+        return size, self.at // size, self.size * self.dtype.itemsize // size
+
+    def __str__(self) -> str:
+        stacked = "" if self.stack is None else f" as {self.stack}"
+        return f"{NAMES[self.dtype]} {list(self.shape)}{stacked}"
