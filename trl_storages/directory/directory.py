@@ -46,16 +46,14 @@ class Directory:
     ) -> None:
         self.path, self._lock, self._described = path, lock, described
         self.mode, self.is_open = "r" if lock is None else "r+", True
+        # By which file it is other processes see whether it was replaced.
+        self._inode = os.fstat(file).st_ino
         self.layout = layout = described.layout
-        self.index = index = EpisodeIndex(
-            *(described.max_size, described.num_envs),
-            stack=layout.frames,
-            max_entries=described.max_entries,
-        )
+        sizes, most = (described.max_size, described.num_envs), described.max_entries
+        self.index = index = EpisodeIndex(*sizes, stack=layout.frames, max_entries=most)
         room = room_for(layout, index, is_in_file=True)
-        writes, lazy = lock is not None, None if lock is None else ("entries", "marks")
-        self._arena = arena = Arena(**room, file=file, writable=writes, lazy=lazy)
-        index.use(arena.arrays)
+        is_writer, lazy = lock is not None, ("entries", "marks")
+        self._arena = arena = Arena(**room, file=file, writable=is_writer, lazy=lazy)
         self.rows = HostRows(layout, index, arena)
 
     @classmethod
@@ -97,12 +95,8 @@ class Directory:
         try:
             _check_free(path, fresh)
             none = [0] * num_envs
-            described = Description(
-                *(layout, max_size, num_envs, max_entries),
-                tails=none,
-                cursors=none,
-                state=state or {},
-            )
+            sizes = max_size, num_envs, max_entries
+            described = Description(layout, *sizes, tails=none, cursors=none, state=state or {})
             made = cls._made(path, lock, described, fill)
             sync_directory(path.parent)
         except BaseException:
@@ -119,9 +113,7 @@ class Directory:
         rows = path / f"rows.{number}"
         file = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
         try:
-            inode = os.fstat(file).st_ino
-            described = replace(described, rows=rows.name, boot=_boot(), inode=inode)
-            made = cls(path, lock, described, file)
+            made = cls(path, lock, replace(described, rows=rows.name), file)
             if fill is not None:
                 fill(made.index, made.rows)
                 made.rows.mark_all()
@@ -190,15 +182,14 @@ class Directory:
         except OSError as error:
             raise damaged(rows, f"it must be a file: {error.strerror}") from error
         try:
-            status = os.fstat(file)
-            if not status.st_size:
+            if not os.fstat(file).st_size:
                 raise ValueError("it is empty")
             opened = cls(path, lock, described, file)
         except (ValueError, OverflowError, MemoryError) as error:
             raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
-        is_same = described.inode == status.st_ino and described.boot == _boot() != ""
+        is_same = described.inode == opened._inode and described.boot == _boot() != ""
         if described.is_clean:
             opened._check_closed()
         elif is_same:
@@ -208,7 +199,6 @@ class Directory:
         else:
             recover(opened.index, opened.rows, described)
         if lock:
-            opened._described = replace(described, boot=_boot(), inode=status.st_ino)
             opened.flush()
             opened._remove_others()
         return opened
@@ -254,7 +244,7 @@ class Directory:
             inode = os.stat(self.path / self._described.rows).st_ino
         except OSError:
             inode = -1
-        is_current = not self.is_open or inode == self._described.inode
+        is_current = not self.is_open or inode == self._inode
         return self if is_current else Directory.open(self.path, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -297,7 +287,7 @@ class Directory:
         self._arena.flush()
         state = self.state if state is None else dict(state)
         words = {"tails": tails, "cursors": cursors, "state": state, "is_clean": is_clean}
-        described = replace(self._described, **words)
+        described = replace(self._described, **words, boot=_boot(), inode=self._inode)
         described.write(self.path)
         self._described = described
 
@@ -306,24 +296,19 @@ class Directory:
         self.index.let_go(keep_steps)
         self.flush()
 
-    def close(self, state: Mapping[str, Any] | None = None) -> None:
-        """Flushes, and lets another process write. Rows may be read still."""
+    def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
+        """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
+        if not keep:
+            self.check_writer()
         try:
-            if self.is_writer:
+            if not keep:
+                shutil.rmtree(self.path)
+            elif self.is_writer:
                 self.flush(state, is_clean=True)
         finally:
-            self._release()
-
-    def remove(self) -> None:
-        """Removes the directory, and all that it holds."""
-        self.check_writer()
-        shutil.rmtree(self.path)
-        self._release()
-
-    def _release(self) -> None:
-        self.is_open = False
-        if self._lock is not None:
-            self._lock.forget()
+            self.is_open = False
+            if self._lock is not None:
+                self._lock.forget()
 
 
 def _boot() -> str:

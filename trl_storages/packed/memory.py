@@ -68,7 +68,6 @@ class Memory:
         self.rows: Any = None
         if layout is not None and is_here:
             self._arena = arena = arena or Arena(**room_for(layout, index))
-            index.use(arena.arrays)
             self.rows = HostRows(layout, index, arena)
         elif layout is not None:
             self.rows = DeviceRows(layout, index, device)
@@ -112,10 +111,7 @@ class Memory:
     def flush(self, state: Any = None) -> None:
         """Nothing."""
 
-    def close(self, state: Any = None) -> None:
-        """Nothing."""
-
-    def remove(self) -> None:
+    def close(self, state: Any = None, *, keep: bool = True) -> None:
         """Nothing."""
 
 

@@ -230,7 +230,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
             if (index.tails > due).any():
-                self._warn_of_little_room()
+                self._is_warned = True
+                warn_caller(
+                    f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: "
+                    f"there is room for {index.entries_per_lane * index.num_envs:,}, and for more by "
+                    "max_entries=."
+                )
         return slots, gaps
 
     def _slots_of(self, block: Block) -> np.ndarray:
@@ -272,15 +277,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         at = self.rows.entries_of(slots[chosen])
         for key, value in values.items():
             self.rows.rewrite(key, at, value[chosen.to(value.device)])
-
-    def _warn_of_little_room(self) -> None:
-        """Warns once that steps were evicted before their time."""
-        self._is_warned = True
-        index = self.episodes
-        warn_caller(
-            f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: there "
-            f"is room for {index.entries_per_lane * index.num_envs:,}, and for more by max_entries=."
-        )
 
     # State
 
@@ -369,10 +365,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
         """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
-        if keep:
-            self.place.close(state)
-        else:
-            self.place.remove()
+        self.place.close(state, keep=keep)
 
     def look(self) -> np.ndarray | None:
         """Looks, before rows are read, for what another process has done to the directory.
@@ -435,8 +428,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     ) -> tuple[TensorDict, torch.Tensor | None]:
         """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`."""
         at = self.rows.entries_of(slots.reshape(-1))
-        batch = self.layout.tensordict(self.rows.gather(at, at))
-        batch = batch.view(slots.shape) if slots.ndim != 1 else batch
+        rows = self.rows.gather(at, at).view(*slots.shape, self.layout.row_words)
+        batch = self.layout.tensordict(rows)
         return batch, None if seen is None else self.gave_way(seen, slots)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:

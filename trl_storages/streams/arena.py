@@ -38,8 +38,8 @@ class Arena:
         lane_bytes: how much of the array that is given back is one lane's; 0 if nothing is.
         file: descriptor of a file to map, which is empty or has the arena's size; None maps memory.
         writable: whether what is written to the arrays reaches the file, or stays with this process.
-        lazy: of a file, names of arrays that have room on the disk as far as it was reserved; all other
-            arrays have room at once. None reserves nothing.
+        lazy: of a file that is written to, names of arrays that have room on the disk as far as it was
+            reserved; all other arrays have room at once. None reserves nothing.
 
     Raises:
         OSError: the disk is full.
@@ -77,7 +77,7 @@ class Arena:
                 raise ValueError(f"the file must have {self.num_bytes:,} bytes, got {size:,}")
             if not size:
                 os.ftruncate(file, self.num_bytes)
-        if lazy is not None and GIVES_BACK:
+        if writable and lazy is not None and GIVES_BACK:
             for name in sizes.keys() - lazy:
                 os.posix_fallocate(self._file, starts[name], sizes[name])
         self._map = self._mapped(writable)
