@@ -30,24 +30,27 @@ _ROWS = ("max_size", "num_envs", "layout", "lanes")
 
 
 class PackedLane(NamedTuple):
-    """The steps of a lane."""
+    """The steps of a lane.
+
+    Args:
+        cursor: the number of the step after the last one.
+        tail: that of the oldest live one.
+        first: the first step of the oldest episode, which may be gone.
+        begins: `[N]` bool, whether each step begins an episode.
+        ends: `[N]` uint8, as in `kernels.words`.
+        places: `[N]` int64, its entry.
+        priorities: `[N]` float32, 0 where none was set.
+        entries: `[n, W]` in parts.
+    """
 
     cursor: int
-    """The number of the step after the last one."""
     tail: int
-    """That of the oldest live one."""
     first: int
-    """The first step of the oldest episode, which may be gone."""
     begins: np.ndarray
-    """`[N]` bool, whether each step begins an episode."""
     ends: np.ndarray
-    """`[N]` uint8, as in `kernels.words`."""
     places: np.ndarray
-    """`[N]` int64, its entry."""
     priorities: np.ndarray
-    """`[N]` float32, 0 where none was set."""
     entries: list[torch.Tensor]
-    """`[n, W]` in parts."""
 
 
 def packed(place: Any) -> State:
@@ -121,7 +124,7 @@ def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Seq
     if words is None:
         return None, []
     try:
-        layout = layout_of(arguments.mapping("layout", words, "a description"))
+        layout = layout_of(words)
     except UNREADABLE as error:
         raise ValueError(f"rows must have a layout, got none: {error!s:.99}") from None
     if not isinstance(lanes, list) or len(lanes) != num_envs:
@@ -142,26 +145,23 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
         "a lane", state, PackedLane._fields
     )
     cursor, tail, first = (arguments.integer("a step", it, at_most=2**48) for it in numbers)
-    size = len(begins := array("begins", begins, torch.bool, None))
-    lane = PackedLane(
-        *(cursor, tail, first, begins, array("ends", ends, torch.uint8, size)),
-        array("places", places, torch.int64, size),
-        array("priorities", priorities, torch.float32, size),
-        [
-            torch.from_numpy(array("entries", part, torch.int64, None, layout.entry_words))
-            for part in arguments.instance("entries", entries, list)
-        ],
-    )
-    places, oldest = lane.places, cursor - size
+    begins = array("begins", begins, torch.bool, None)
+    size, oldest = len(begins), cursor - len(begins)
+    ends = array("ends", ends, torch.uint8, size)
+    places = array("places", places, torch.int64, size)
+    priorities = array("priorities", priorities, torch.float32, size)
+    parts = [
+        torch.from_numpy(array("entries", part, torch.int64, None, layout.entry_words))
+        for part in arguments.instance("entries", entries, list)
+    ]
     if not size:
         fits = cursor == tail == 0
     else:
-        ends_at = sum(map(len, lane.entries))
-        fits = size <= T and places[0] == layout.frames - 1 and places[-1] + 2 == ends_at
-        fits = bool(fits and (np.diff(places) > 0).all() and 0 <= oldest <= tail <= cursor)
+        fits = 0 <= oldest <= tail <= cursor and size <= T and bool((np.diff(places) > 0).all())
+        fits &= places[0] == layout.frames - 1 and places[-1] + 2 == sum(map(len, parts))
     if not fits:
         raise ValueError("the steps of a lane must follow one another: nothing changed.")
-    return lane
+    return PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
 
 
 def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> None:
