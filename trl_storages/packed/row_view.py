@@ -29,6 +29,7 @@ class RowView:
         storage: holds the rows.
         slots: `[*B]` int64, on the host.
         drawn: the sampler's entries, on the host; None makes a view of further rows.
+        read: the slots of all rows that were read before, of which these are further ones.
 
     Attributes:
         slots: as given.
@@ -47,12 +48,14 @@ class RowView:
         storage: PackedStorage,
         slots: torch.Tensor,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
+        read: list[torch.Tensor] | None = None,
     ) -> None:
         self._storage, self.slots, self.drawn = storage, slots, drawn or {}
         self.device, self.episodes = storage.device, storage.episodes
         self.window: RowView | None = None
         self.lengths: Any = None
-        self.read = [slots]
+        self.read = [] if read is None else read
+        self.read.append(slots)
         self.changes: dict[NestedKey, torch.Tensor] = dict(self.drawn)
         if drawn and self.device.type != "cpu":
             self.changes = sent_together(drawn, self.device)
@@ -146,10 +149,7 @@ class RowView:
         # Where another process writes they may go at any time, which is seen later.
         if self._storage.place.is_writer:
             self.episodes.check_live(slots.reshape(-1).cpu())
-        rows = RowView(self._storage, slots.cpu())
-        rows.read = self.read
-        self.read.append(rows.slots)
-        return rows
+        return RowView(self._storage, slots.cpu(), read=self.read)
 
     def widen(self, num_rows: int) -> None:
         """Opens the window, for what reads rows ahead; what stands under `next` is that of its last row.
@@ -166,11 +166,8 @@ class RowView:
                 "changed at any time."
             )
         found, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
-        slots = torch.from_numpy(found)
-        self.window = window = RowView(self._storage, slots)
-        window.read, self.lengths = self.read, torch.from_numpy(lengths)
-        self.read.append(slots)
-        self._last = window._first[-1]
+        self.window = RowView(self._storage, torch.from_numpy(found), read=self.read)
+        self.lengths, self._last = torch.from_numpy(lengths), self.window._first[-1]
 
     def follow(self, slots: torch.Tensor) -> None:
         """Takes what stands under `next` from other rows.
