@@ -17,15 +17,10 @@ from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.host_rows import HostRows, room_for
 from trl_storages.streams.layout import Layout
 
-__all__ = ["HOSTS", "Memory", "is_on_host"]
+__all__ = ["HOSTS", "Memory"]
 
 #: Devices whose memory compiled loops read and write.
 HOSTS = ("cpu",)
-
-
-def is_on_host(device: torch.device) -> bool:
-    """Returns whether compiled loops read and write the rows of a device."""
-    return device.type in HOSTS
 
 
 class Memory:
@@ -58,7 +53,7 @@ class Memory:
     ) -> None:
         self._made_of = layout, max_size, num_envs, max_entries, device
         self.layout, self._is_shared = layout, arena is not None
-        k, is_here = 1 if layout is None else layout.frames, is_on_host(device)
+        k, is_here = 1 if layout is None else layout.frames, device.type in HOSTS
         if max_entries is None and not (is_here and GIVES_BACK):
             # Entries that no row needs are not given back here.
             steps = max_size // max(num_envs, 1)

@@ -20,8 +20,8 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import warn_caller
 from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
-from trl_storages.packed import dumps
-from trl_storages.packed.memory import Memory, is_on_host
+from trl_storages.packed import dumps, memory
+from trl_storages.packed.memory import Memory
 from trl_storages.states import Adopt, State
 from trl_storages.streams import HostRows
 from trl_storages.streams.layout import Block, Layout, Nested
@@ -205,7 +205,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     @property
     def is_on_host(self) -> bool:
         """Whether compiled loops read and write the rows."""
-        return is_on_host(self.device)
+        return self.device.type in memory.HOSTS
 
     @property
     def initialized(self) -> bool:
