@@ -185,34 +185,30 @@ class Directory:
             if not os.fstat(file).st_size:
                 raise ValueError("it is empty")
             opened = cls(path, lock, described, file)
-        except (ValueError, OverflowError, MemoryError) as error:
+            if described.is_clean:
+                opened._check_closed()
+        except (ValueError, OverflowError, MemoryError, RuntimeError) as error:
             raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
-        is_same = described.inode == opened._inode and described.boot == _boot() != ""
-        if described.is_clean:
-            opened._check_closed()
-        elif is_same:
-            opened.validate()
-            if lock:
-                forget_beyond(opened.index, opened.rows)
-        else:
-            recover(opened.index, opened.rows, described)
+        if not described.is_clean:
+            if described.inode == opened._inode and described.boot == _boot() != "":
+                opened.validate()
+                if lock:
+                    forget_beyond(opened.index, opened.rows)
+            else:
+                recover(opened.index, opened.rows, described)
         if lock:
             opened.flush()
             opened._remove_others()
         return opened
 
     def _check_closed(self) -> None:
-        """Raises a ValueError unless lanes are as they were closed, and no slot leads out of the file."""
-        index, described = self.index, self._described
-        lanes = index.tails.tolist(), index.cursors.tolist()
-        try:
-            check_bounds(index.tables)
-        except RuntimeError as error:
-            raise self._damaged(error) from error
-        if lanes != (described.tails, described.cursors):
-            raise self._damaged("its index is not that of a closed directory")
+        """Raises an error unless lanes are as they were closed, and no slot leads out of the file."""
+        check_bounds(self.index.tables)
+        lanes = self.index.tails.tolist(), self.index.cursors.tolist()
+        if lanes != (self._described.tails, self._described.cursors):
+            raise ValueError("its index is not that of a closed directory")
 
     def validate(self) -> None:
         """Raises a ValueError if a live row is damaged, or its place in the index."""
@@ -227,10 +223,7 @@ class Directory:
             whole &= done == (index.ends[slot] == DONE)
             require("rows are whole", whole, index.tables, lane, step)
         except RuntimeError as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, what: object) -> ValueError:
-        return damaged(self.path / self._described.rows, str(what))
+            raise damaged(self.path / self._described.rows, str(error)) from error
 
     def _remove_others(self) -> None:
         """Removes files of rows that were replaced, or never came to be used."""
