@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract.make import DISCOUNT, library
+from contract.make import DISCOUNT, library, make
 from contract.model import assert_folds, folded
 from contract.steps import Transition, ids_of, write
 from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
@@ -82,6 +82,7 @@ def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
     num_drawn = num_relabelled = num_overtaken = 0
     with writing(path, STEPS, script, kind) as writer:
         reader = opened(path, STEPS, kind, mode="r")
+        copy = make(kind, lanes=LANES, size=LANES * STEPS, batch_size=16)
         writer.wait_for(1)
         begin, first = time.monotonic(), writer.num_written
         # Until rows were evicted while they were drawn.
@@ -90,6 +91,8 @@ def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
             before = writer.num_written
             batch = reader.sample(32)
             between = writer.num_written
+            copy.load_state_dict(reader.state_dict())
+            saved = found(copy)
             lanes = found(reader)
             after = writer.num_written + 1
             checker.look(after)
@@ -101,7 +104,8 @@ def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
                     [script.block(number) for number in range(between, after)],
                 )
             ]
-            assert_kept(lanes, *parts, STEPS)
+            for each in (lanes, saved):
+                assert_kept(each, *parts, STEPS)
             newest = [steps[-1].id for steps in script.block(before - 1)]
             checker.check(batch, newest)
             num_overtaken += STEPS <= before < between

@@ -91,8 +91,10 @@ def _lanes(place: Any) -> list[State]:
     lane, step, slot = index.kept()
     where, first = index.where[slot], index.spans[lane, index.episode[slot], FIRST]
     columns = step, first, first == step, index.ends[slot], where, index.priorities[slot]
-    bounds = np.searchsorted(lane, np.arange(1, index.num_envs))
-    of_lanes = zip(*(np.split(column, bounds) for column in columns), strict=True)
+    # What gave way meanwhile to steps of another process is not as it was.
+    remains = step >= np.minimum(index.tails, index.cursors - 1)[lane]
+    bounds = np.searchsorted(lane[remains], np.arange(1, index.num_envs))
+    of_lanes = zip(*(np.split(column[remains], bounds) for column in columns), strict=True)
     for tail, each in zip(index.tails.tolist(), of_lanes, strict=True):
         steps, firsts, begins, ends, places, priorities = each
         entries: list[torch.Tensor] = []

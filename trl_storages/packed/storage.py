@@ -281,9 +281,14 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     # State
 
     def state(self) -> State:
-        """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
-        self.look()
-        return dumps.packed(self.place)
+        """Returns what is saved of the rows; see `packed.dumps`. Who writes them shares their memory."""
+        seen, found = self.look(), dumps.packed(self.place)
+        if seen is not None:
+            found = copy.deepcopy(found)
+            # What gave way while it was copied is left out when it is loaded.
+            for lane, tail in zip(found["lanes"], self.episodes.tails.tolist(), strict=True):
+                lane["tail"] = min(tail, lane["cursor"])
+        return found
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
