@@ -24,7 +24,7 @@ from torchrl.envs import CatTensors, Compose, GymWrapper
 
 import trl_storages
 from trl_storages import _torchrl
-from trl_storages.refused import REFUSED
+from trl_storages._torchrl import REFUSED
 
 PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [

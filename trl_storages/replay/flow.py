@@ -16,9 +16,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages._torchrl import dispatch_td_nn_modules
+from trl_storages._torchrl import dispatch_td_nn_modules, refuse_stock
 from trl_storages.packed import PackedStorage, RowView
-from trl_storages.refused import refuse_stock
 from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
 from trl_storages.transforms import ReplayTransform, parts_of
 

@@ -22,11 +22,10 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments
-from trl_storages._torchrl import dispatch_td_nn_modules
+from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.refused import Refusing, refuse_stock
 from trl_storages.replay.explain import Explanation, explain
 from trl_storages.replay.flow import Flow, draw_episodes, read
 from trl_storages.replay.loader import Ahead, make_loader

@@ -8,7 +8,7 @@ from torchrl.data import RandomSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
-from trl_storages.refused import refuse_stock
+from trl_storages._torchrl import refuse_stock
 from trl_storages.samplers.base import OwnSampler
 from trl_storages.samplers.uniform import UniformSampler
 

@@ -17,9 +17,9 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from trl_storages import arguments
 from trl_storages import keys as default_keys
+from trl_storages._torchrl import refuse_stock
 from trl_storages.arguments import Lanes, named_lanes, warn_caller
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.refused import refuse_stock
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
