@@ -17,8 +17,15 @@ from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import arguments, keys
-from trl_storages.datasets.columns import BLOCK, blocks_of, columns_of, entries_of, joined
-from trl_storages.datasets.from_arrays import Recipe, filled
+from trl_storages.datasets.arrays import (
+    BLOCK,
+    Recipe,
+    blocks_of,
+    columns_of,
+    entries_of,
+    filled,
+    joined,
+)
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.writing.fields import OUTCOME_FIELDS
