@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -89,21 +89,16 @@ def optional(
 
 
 def number(
-    name: str,
-    value: SupportsFloat | None,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float = math.inf,
+    name: str, value: Any, *, at_most: float, at_least: float = 0, above: float | None = None
 ) -> float:
     """Returns a number within a range, as a float.
 
     Args:
         name: name of the argument.
         value: the argument.
-        above: exclusive lower bound.
-        at_least: inclusive lower bound.
         at_most: inclusive upper bound.
+        at_least: inclusive lower bound.
+        above: exclusive lower bound, in its place.
 
     Raises:
         TypeError: it is not a number.
@@ -113,16 +108,13 @@ def number(
     Traceback (most recent call last):
     ValueError: eta must be in (0, 1], got 1.2.
     """
-    low = above if above is not None else -math.inf if at_least is None else at_least
-    closing = "]" if at_most < math.inf else ")"
-    limits = f"in {'(' if at_least is None else '['}{low:g}, {at_most:g}{closing}"
-    if not _is_real(real := _scalar(value)):
-        raise TypeError(f"{name} must be a number {limits}, got {shown(value)}.")
-    real = float(real)
-    is_above = real > low if at_least is None else real >= low
-    if not (is_above and real <= at_most and math.isfinite(real)):
-        raise ValueError(f"{name} must be {limits}, got {shown(value)}.")
-    return real
+    real, low = _scalar(value), at_least if above is None else above
+    is_number = _is_real(real)
+    if is_number and low <= real <= at_most and real != above:
+        return float(real)
+    kind = ValueError if is_number else TypeError
+    bracket = "[" if above is None else "("
+    raise kind(f"{name} must be in {bracket}{low:g}, {at_most:g}], got {shown(value)}.")
 
 
 def choice(name: str, value: Any, names: Collection[str]) -> Any:
