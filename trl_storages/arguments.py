@@ -30,7 +30,6 @@ __all__ = [
     "directory",
     "flag",
     "function",
-    "generator",
     "instance",
     "integer",
     "key",
@@ -307,15 +306,6 @@ def steps(name: str, value: Any) -> TensorDictBase:
         TypeError: it is not a TensorDict.
     """
     return instance(name, value, TensorDictBase, what="a TensorDict")
-
-
-def generator(name: str, value: Any) -> torch.Generator | None:
-    """Returns a generator, or None for torch's default generator.
-
-    Raises:
-        TypeError: it is neither.
-    """
-    return optional(instance, name, value, torch.Generator, what="a torch.Generator or None")
 
 
 def _scalar(value: Any) -> Any:

@@ -231,7 +231,7 @@ class UniformReplayStorage(ReplayStorage):
                 autoreset_mode=autoreset_mode,
                 info_keys=infos,
             ),
-            prefetch=arguments.integer("prefetch", prefetch) or None,
+            prefetch=prefetch,
             generator=None if seed is None else torch.Generator().manual_seed(seed),
         )
 

@@ -87,7 +87,7 @@ class ReplayStorageEnsemble(Strict):
         self.batch_size = arguments.optional(
             arguments.integer, "batch_size", batch_size, at_least=1
         )
-        if arguments.generator("generator", generator) is not None:
+        if generator is not None:
             for storage in storages:
                 storage.set_rng(generator)
 

@@ -100,6 +100,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     _initialized, _delayed_init, _service_shutdown = True, False, False
     _accepts_transport_backend, _is_epoch_over = False, False
     _write_lock: AbstractContextManager[Any] = nullcontext()
+    _rng: torch.Generator | None = None
+    # The way of a batch; None until it is asked for, or if a part of it has changed.
+    _flow: Flow | None = None
 
     n_step = Parameter("n of the n-step returns, of `NStep`.")
     discount = Parameter(
@@ -135,11 +138,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     ) -> None:
         # TorchRL's metaclass sees to the backend.
         refuse_stock(storage, writer, sample_unit)
-        arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        arguments.instance("storage", storage, PackedStorage)
         arguments.optional(arguments.instance, "writer", writer, EpisodeWriter)
         arguments.optional(arguments.instance, "recorder", recorder, Recorder)
         arguments.optional(arguments.instance, "sample_unit", sample_unit, EpisodeSequence)
-        arguments.optional(arguments.function, "transform", transform, "of a batch")
         self._replay_lock = threading.RLock()
         writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
         self._storage, self._writer = storage, writer
@@ -149,24 +151,22 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         )
         self.priority_key = arguments.key("priority_key", priority_key)
         self._pin_memory = arguments.flag("pin_memory", pin_memory)
-        self._unit: EpisodeSequence | None = sample_unit
-        self._flow: Flow | None = None
-        self._rng = arguments.generator("generator", generator)
+        self._unit = sample_unit
         self._sampler = own_sampler(UniformSampler() if sampler is None else sampler)
+        self.set_rng(generator)
         self._transform = transform if isinstance(transform, Compose) else Compose()
         refuse_stock(*parts_of(self._transform.eval()))
         if not isinstance(transform, Compose | None):
             self.append_transform(transform)
-        prefetch = arguments.optional(arguments.integer, "prefetch", prefetch)
+        prefetch = arguments.integer("prefetch", prefetch or 0)
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
-        self._prefetch_queue = Ahead(self._draw_ahead, prefetch or 0)
+        self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         writer.register_storage(storage)
         self._attach(self._sampler)
         storage.is_replayed = True
         # A directory is made when all else has been checked.
         storage.prepare()
-        self.set_rng(generator)
         resume(self)
         if arguments.flag("shared", shared):
             self.share()
@@ -633,7 +633,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draws with another generator from now on; None is torch's default one."""
-        super().set_rng(arguments.generator("generator", generator))
+        arguments.optional(arguments.instance, "generator", generator, torch.Generator)
+        super().set_rng(generator)
 
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False
@@ -653,7 +654,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
         """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
-        index = arguments.integer("index", index, at_most=len(self._transform))
+        index = arguments.integer("index", index)
         refuse_stock(*parts_of(arguments.instance("transform", transform, Transform)))
         with self._replay_lock:
             super().insert_transform(index, transform, invert=arguments.flag("invert", invert))
@@ -803,7 +804,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     def __setstate__(self, state: State) -> None:
         rest, prefetch = state.pop("rest", None), state.pop("prefetch")
         self.__dict__.update(state)
-        self._replay_lock, self._flow, self._rng = threading.RLock(), None, None
+        self._replay_lock = threading.RLock()
         self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         self._storage.is_replayed = True  # a copy of a directory knows nothing of the storage
         if rest is not None:
