@@ -15,8 +15,7 @@ from tensordict import TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.arguments import counted
 from trl_storages.replay import ReplayStorage
-from trl_storages.replay.priorities import prioritized
-from trl_storages.samplers import PERSampler
+from trl_storages.samplers import PERSampler, layers_of
 
 try:
     from matplotlib import pyplot
@@ -88,10 +87,8 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     'priority'
     """
     ax = _axes(storage, ax, (6, 2.6))
-    sampler: Any = prioritized(storage.sampler)
-    arguments.instance(
-        "the sampler of storage", sampler, PERSampler, what="a PERSampler, alpha=0.6"
-    )
+    what, sampler = "a PERSampler, alpha=0.6", layers_of(storage.sampler)[-1]
+    arguments.instance("the sampler of storage", sampler, PERSampler, what=what)
     priorities = sampler.priorities_of(storage.storage).by_slot().astype(np.float64)
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)

@@ -27,14 +27,14 @@ from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import Flow, draw_episodes, read
+from trl_storages.replay.flow import Flow, draw_episodes, drawn_priorities, one_each, read
 from trl_storages.replay.loader import Ahead, make_loader
-from trl_storages.replay.priorities import drawn_priorities, prioritized, written_priorities
 from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
     PERSampler,
     UniformSampler,
+    checked_priorities,
     layers_of,
     own_sampler,
 )
@@ -234,8 +234,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         return [*layers_of(self._sampler), *parts_of(self._transform)]
 
     @property
-    def _prioritized(self) -> PERSampler | None:
-        return prioritized(self._sampler)
+    def _prioritized(self) -> Any:
+        return _prioritized(self._sampler)
 
     def __len__(self) -> int:
         self._storage.look()
@@ -280,11 +280,14 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         data = self._inverse(arguments.steps("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
-        sampler = None if update_priority is False else self._prioritized
-        priority = written_priorities(data, self.priority_key, sampler)
+        sampler: Any = None if update_priority is False else self._prioritized
+        priority = None if sampler is None else data.get(self.priority_key, None)
+        if priority is not None:
+            priority = one_each(priority, data.numel(), sampler.reduction)
+            priority = checked_priorities(priority, data.numel())
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
-            if sampler is not None and priority is not None:
+            if priority is not None:
                 sampler.set_priorities(self._storage, slots, priority)
         return slots
 
@@ -628,7 +631,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def _attach(self, sampler: Any) -> None:
         """Raises a ValueError if a sampler by priority has no room for the rows."""
-        if (layer := prioritized(sampler)) is not None:
+        if (layer := _prioritized(sampler)) is not None:
             layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
@@ -837,3 +840,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         with self._replay_lock, self._write_lock:
             self._storage.validate()
+
+
+def _prioritized(sampler: Any) -> Any:
+    """Returns the layer of a sampler that draws by priority; None if none does."""
+    layer = layers_of(sampler)[-1]
+    return layer if isinstance(layer, PERSampler) else None
