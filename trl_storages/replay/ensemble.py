@@ -141,26 +141,23 @@ class ReplayStorageEnsemble(Strict):
         counts = self._counts(batch_size)
         given = [pair for pair in zip(self.storages, counts, strict=True) if pair[1]]
         drawn = [storage.sample_share(count) for storage, count in given]
-        num_steps = _num_steps(drawn, [count for _, count in given])
+        like = drawn[0]
         # A TensorDict does the same in four times the time.
         leaves = [dict(batch.items(True, True)) for batch in drawn]
         known = [key for key in _WITHOUT if any(key in own for own in leaves)]
         for own in leaves:
             own |= {key: _WITHOUT[key](own[keys.INDEX]) for key in known if key not in own}
-        _check_alike(leaves)
-        first, *others = leaves
-        like = drawn[0]
+        _check_alike(leaves, [count for _, count in given])
+        num_steps = len(like) // given[0][1]
         order, ids = (it.to(like.device) for it in _order_of(tuple(counts), num_steps))
         batch = {
-            key: torch.cat([value, *(other[key] for other in others)]).index_select(0, order)
-            for key, value in first.items()
+            key: torch.cat([own[key] for own in leaves]).index_select(0, order) for key in leaves[0]
         }
         batch[keys.BUFFER_IDS] = ids.clone()
         if keys.PRIORITY_WEIGHT in batch:
             batch[keys.PRIORITY_WEIGHT] /= batch[keys.PRIORITY_WEIGHT].amax()
         if keys.SEQUENCE_ID in batch:
-            numbers = torch.arange(sum(counts), device=like.device)
-            batch[keys.SEQUENCE_ID] = numbers.repeat_interleave(num_steps)
+            batch[keys.SEQUENCE_ID] = torch.arange(len(ids), device=like.device) // num_steps
         return nest(batch, ids.shape, like.device, nested_sizes(like, 1))
 
     batches = ReplayStorage.batches
@@ -219,24 +216,15 @@ def _order_of(counts: tuple[int, ...], num_steps: int) -> tuple[torch.Tensor, to
     return order, ids[order]
 
 
-def _num_steps(drawn: list[TensorDictBase], counts: list[int]) -> int:
-    """Returns S, which must be the same in all batches."""
-    sizes = {len(batch) / count for batch, count in zip(drawn, counts, strict=True)}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the storages of an ensemble must give equally many rows a sample, got {sizes}: give all of "
-            "them one sample_unit, or none."
-        )
-    return int(sizes.pop())
-
-
-def _check_alike(batches: list[dict[NestedKey, torch.Tensor]]) -> None:
-    """Raises a ValueError if entries differ in dtype, row shape or device."""
+def _check_alike(batches: list[dict[NestedKey, torch.Tensor]], counts: list[int]) -> None:
+    """Raises a ValueError if entries differ in dtype, row shape, rows a sample, or device."""
     kinds: list[set[Any]] = [
-        {(key, it.dtype, it.shape[1:], it.device) for key, it in batch.items()} for batch in batches
+        {(key, it.dtype, it.shape[1:], len(it) / count, it.device) for key, it in batch.items()}
+        for batch, count in zip(batches, counts, strict=True)
     ]
     if differing := set.union(*kinds) - set.intersection(*kinds):
         raise ValueError(
-            "the batches of an ensemble must have the same entries, dtypes and shapes, but differ in "
-            f"{sorted({str(key) for key, *_ in differing})}: drop or convert them by a transform."
+            "the batches of an ensemble must have the same entries, dtypes, shapes and rows a sample, "
+            f"but differ in {sorted({str(key) for key, *_ in differing})}: drop or convert them by a "
+            "transform, or give all storages one sample_unit, or none."
         )
