@@ -57,7 +57,7 @@ class Explanation:
         """B, the number of samples."""
         return len(self.columns["slot"])
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
@@ -68,8 +68,6 @@ class Explanation:
         if (hidden := len(self) - _ROWS_SHOWN) > 0:
             lines.append(f"... {hidden} more")
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _cell(value: float | list[Any]) -> str:

@@ -59,8 +59,8 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
         raise ValueError(
             f"the state must be of {len(own)} samplers and transforms: nothing changed."
         )
-    parse = _parsed_reopened if reopened else _parsed_part
-    adopts = [parse(part, its) for part, its in zip(own, parts, strict=not reopened)]
+    pairs = zip(own, parts, strict=not reopened)
+    adopts = [_parsed_part(part, its, reopened) for part, its in pairs]
     adopts.append(_parsed_generator(storage, generator))
     if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
         raise ValueError("cursors must be a list of whole numbers: nothing changed.")
@@ -87,8 +87,6 @@ def resume(storage: Any) -> None:
 
 # Samplers and transforms
 
-_PART = ("kind", "parameters", "state")
-
 
 def _state_of_part(part: Any) -> State:
     return {
@@ -104,13 +102,15 @@ def _parameters(part: Any) -> dict[str, Checked]:
     return {name: each for name, each in found.items() if type(each) is Checked}
 
 
-def _parsed_part(part: Any, state: Any) -> Adopt:
-    kind, values, state = entries_of("a part", state, _PART)
-    if kind != type(part).__name__:
+def _parsed_part(part: Any, state: Any, reopened: bool) -> Adopt:
+    kind, values, state = entries_of("a part", state, ("kind", "parameters", "state"))
+    is_own, is_same = isinstance(part, OwnSampler), kind == type(part).__name__
+    if reopened:
+        return part.parsed(state) if is_own and is_same else joined()
+    if not is_same:
         raise ValueError(
             f"the state must be of a {type(part).__name__}, got {arguments.shown(kind)}: nothing changed."
         )
-    is_own = isinstance(part, OwnSampler)
     adopt_state = part.parsed(state) if is_own else _parsed_other(part, state)
     parameters, trial = _parameters(part), object.__new__(type(part))
     for name, value in zip(parameters, entries_of(kind, values, parameters), strict=True):
@@ -118,13 +118,6 @@ def _parsed_part(part: Any, state: Any) -> Adopt:
             raise ValueError(f"{name} must be no tensor: nothing changed.")
         parameters[name].__set__(trial, value)
     return joined(partial(part.__dict__.update, trial.__dict__), adopt_state)
-
-
-def _parsed_reopened(part: Any, state: Any) -> Adopt:
-    kind, _, state = entries_of("a part", state, _PART)
-    is_same = kind == type(part).__name__ and isinstance(part, OwnSampler)
-    adopt: Adopt = part.parsed(state) if is_same else joined()
-    return adopt
 
 
 def _parsed_other(part: Any, state: Any) -> Adopt:
