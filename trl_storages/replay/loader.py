@@ -23,7 +23,7 @@ from trl_storages import arguments
 __all__ = ["Ahead", "ReplayBatches", "make_loader"]
 
 
-class Ahead:
+class Ahead(deque[Future[Any]]):
     """Batches that are drawn before they are asked for, in the order in which they would be drawn.
 
     Args:
@@ -32,39 +32,32 @@ class Ahead:
     """
 
     def __init__(self, draw: Callable[[], Any], number: int) -> None:
+        super().__init__()
         self._draw, self.number = draw, number
-        self._drawn: deque[Future[Any]] = deque()
         # More threads would reorder the draws.
         self._thread = ThreadPoolExecutor(max_workers=1)
         # Taken before the locks of the storage.
         self._lock = threading.RLock()
 
-    def __len__(self) -> int:
-        return len(self._drawn)
-
     def take(self) -> Any:
         """Returns the next batch, and has others drawn."""
         with self._lock:
-            batch = self._drawn.popleft().result() if self._drawn else self._draw()
-            while len(self._drawn) < self.number:
-                self._drawn.append(self._thread.submit(self._draw))
+            batch = self.popleft().result() if self else self._draw()
+            while len(self) < self.number:
+                self.append(self._thread.submit(self._draw))
             return batch
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Waits for the batches that are being drawn, and has none drawn before the context ends."""
         with self._lock:
-            wait(self._drawn)
+            wait(self)
             yield
-
-    def drop(self) -> None:
-        """Drops all batches; call it while they are paused."""
-        self._drawn.clear()
 
     def close(self) -> None:
         """Drops all batches, and ends the thread."""
         with self.paused():
-            self.drop()
+            self.clear()
             self._thread.shutdown()
 
 

@@ -385,7 +385,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
         with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
-            self._prefetch_queue.drop()
+            self._prefetch_queue.clear()
             self._storage.empty(keep_steps)
             self._writer._empty(empty_write_count)
             self._sampler._empty()
@@ -729,7 +729,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             adopt = parsed(self, state_dict)
-            self._prefetch_queue.drop()
+            self._prefetch_queue.clear()
             adopt()
 
     def dumps(self, path: Any) -> None:
