@@ -55,7 +55,7 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
     'age in rows'
     """
     ax = _axes(storage, ax, (5, 2.6))
-    ages = _array(storage.explain(batch)["age"])
+    ages = storage.explain(batch)["age"].numpy()
     num_rows = len(storage)
     counts, edges = np.histogram(ages, min(_MOST_AGES, num_rows), (0, num_rows))
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
@@ -134,15 +134,13 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     num_lanes, T = episodes.num_envs, episodes.steps_per_lane
     ax = _axes(storage, ax, (7, 0.9 + 0.35 * min(num_lanes, 8)))
     table = episodes.episodes()
-    first, length, lane, finished = (
-        _array(table[name]) for name in ("first", "length", "lane", "finished")
-    )
-    slots, number = _array(episodes.live_slots()), np.arange(len(length)).repeat(length)
-    colours = np.array([to_rgb(colour) for colour in (_GREY, *_EPISODES)])
-    picture = np.zeros(num_lanes * T, np.int64)
-    picture[slots] = 1 + number % len(_EPISODES)
-    extent = (0, T, num_lanes - 0.5, -0.5)
-    picture = colours[picture.reshape(num_lanes, T)]
+    names = "first", "length", "lane", "finished"
+    first, length, lane, finished = (table[name].numpy() for name in names)
+    slots, number = episodes.live_slots().numpy(), np.arange(len(length)).repeat(length)
+    colours = np.array([to_rgb(colour) for colour in _EPISODES])
+    picture = np.full((num_lanes * T, 3), to_rgb(_GREY))
+    picture[slots] = colours[number % len(colours)]
+    picture, extent = picture.reshape(num_lanes, T, 3), (0, T, num_lanes - 0.5, -0.5)
     ax.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
 
     def mark(lane: np.ndarray, step: np.ndarray, *style: Any, **options: Any) -> None:
@@ -191,17 +189,17 @@ def plot_episode(
         # The rows of a sequence are consecutive.
         num_samples //= int(place.max()) + 1
     columns = {
-        name: _array(column).reshape(num_samples, -1)
+        name: column.numpy().reshape(num_samples, -1)
         for name, column in storage.explain(batch).columns.items()
     }
+    begin, end = _bars(columns)
     episode = columns["episode"][:, 0]
     which = np.flatnonzero(episode == np.bincount(episode).argmax())
-    begin, end = _bars({name: column[which] for name, column in columns.items()})
-    order = np.lexsort((end, begin))
-    num_found, num_shown = len(order), min(len(order), most)
-    order = order[np.linspace(0, num_found - 1, num_shown).round().astype(np.int64)]
-    which, begin, end = which[order], begin[order], end[order]
+    num_found, num_shown = len(which), min(len(which), most)
+    which = which[np.lexsort((end[which], begin[which]))]
+    which = which[np.linspace(0, num_found - 1, num_shown).round().astype(np.int64)]
     shown = {name: column[which] for name, column in columns.items()}
+    begin, end = begin[which], end[which]
     lines = np.arange(num_shown)
     ax.hlines(lines, begin, end, _BLUE, lw=5, label="sample")
     ax.plot(begin, lines, "o", color=_DARK, ms=3.5)
@@ -220,15 +218,14 @@ def plot_episode(
     return _titled(ax, f"{length} steps, {num_found} of {num_samples} samples{more}")
 
 
-def _bars(shown: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _bars(columns: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps at which each sample begins and ends."""
-    step = shown["step"]
-    steps = shown.get("steps", np.ones_like(step))
+    step, episode = columns["step"], columns["episode"]
+    steps = columns.get("steps", np.ones_like(step))
     # Ignore rows of other episodes, as in sequences that cross episodes.
-    valid = shown.get("valid", True) & (shown["episode"] == shown["episode"][:, :1])
+    valid = columns.get("valid", True) & (episode == episode[:, :1])
     begin = np.where(valid, step, step.max() + 1).min(1)
-    end = np.where(valid, step + steps, -1).max(1)
-    return begin, end
+    return begin, np.where(valid, step + steps, -1).max(1)
 
 
 def _mark_goals(ax: Axes, shown: dict[str, np.ndarray], end: np.ndarray) -> None:
@@ -246,13 +243,11 @@ def _mark_goals(ax: Axes, shown: dict[str, np.ndarray], end: np.ndarray) -> None
             ax.plot(at[which], lines[which], mark, color=_ORANGE, ms=9, label=label, ls="none")
 
 
-def _axes(storage: Any, ax: Any, size: tuple[float, float]) -> Axes:
+def _axes(storage: ReplayStorage, ax: Any, size: tuple[float, float]) -> Axes:
     """Returns the given Axes, or those of a new figure, for a storage that has rows to show."""
-    if not len(arguments.instance("storage", storage, ReplayStorage)):
+    if not len(storage):
         raise RuntimeError("storage must hold rows to show, and is empty: write some first.")
-    if ax is None:
-        return pyplot.subplots(figsize=size, layout="constrained")[1]
-    return arguments.instance("ax", ax, Axes, what="matplotlib Axes or None")
+    return pyplot.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
 def _titled(ax: Axes, title: str) -> Axes:
@@ -260,7 +255,3 @@ def _titled(ax: Axes, title: str) -> Axes:
     ax.set_title(title, loc="left", fontsize=9)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False, handlelength=1.4)
     return ax
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().numpy()
