@@ -190,8 +190,7 @@ class UniformReplayStorage(ReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # TorchRL's metaclass has seen to them.
-        del service_backend, service_backend_options
+        # TorchRL's metaclass sees to the backend.
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
@@ -221,7 +220,7 @@ class UniformReplayStorage(ReplayStorage):
             ),
             sampler=sampler,
             writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
-            transform=Compose(*transforms) if transforms else None,
+            transform=Compose(*transforms),
             batch_size=batch_size,
             sample_unit=sample_unit,
             recorder=Recorder(
@@ -268,6 +267,10 @@ class UniformReplayStorage(ReplayStorage):
                 arguments.instance("env", env, gymnasium.Env, what=what)
                 spaces = env.observation_space, env.action_space
         return cls(*spaces, **{**known, **options})
+
+
+# Of all storages here; hindsight has others besides.
+_KEYWORDS = signature(UniformReplayStorage).parameters.keys()
 
 
 def _fields(
@@ -452,12 +455,9 @@ class HERReplayStorage(UniformReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = dict(locals())
-        for name in ("self", "__class__", "reward_fn", "terminated_fn", "strategy", "num_goals"):
-            del given[name]
-        there = list(observation_space.keys()) if hasattr(observation_space, "keys") else []
-        missing = [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]
-        if missing:
+        given = {name: value for name, value in locals().items() if name in _KEYWORDS}
+        there = [*observation_space.keys()] if hasattr(observation_space, "keys") else []
+        if missing := [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]:
             raise KeyError(
                 f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
                 "dataset, from_arrays(..., goal_fn=...) works goals out."
