@@ -51,17 +51,12 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     array([False, False,  True])
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}
-
     def __init__(self, n_bits: int = 15, *, continuous: bool = False) -> None:
         self.n_bits = n_bits = arguments.integer("n_bits", n_bits, at_least=1)
         self.continuous = arguments.flag("continuous", continuous)
         bits = Box(0.0, 1.0, (n_bits,), np.float32)
         self.observation_space = Dict(observation=bits, achieved_goal=bits, desired_goal=bits)
         self.action_space = Box(-1.0, 1.0, (n_bits,)) if continuous else Discrete(n_bits)
-        self._state = np.zeros(n_bits, np.float32)
-        self._goal = np.ones(n_bits, np.float32)
-        self._num_steps = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -119,16 +114,15 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     def _bit(self, action: Any) -> int:
         values, n_bits = np.asarray(action), self.n_bits
         if self.continuous:
-            must = f"{n_bits} finite numbers"
-            fits = values.shape == (n_bits,) and np.isfinite(values).all()
-        else:
-            must = f"the number of a bit, 0 to {n_bits - 1}"
-            fits = values.size == 1 and values.dtype.kind in "iu" and 0 <= values.item() < n_bits
-        if not fits:
-            raise ValueError(
-                f"action must be {must}, got {action!r}; others need continuous={not self.continuous}."
-            )
-        return int(values.argmax() if self.continuous else values.item())
+            if values.shape == (n_bits,) and np.isfinite(values).all():
+                return int(values.argmax())
+        elif values.size == 1 and values.dtype.kind in "iu" and 0 <= values.item() < n_bits:
+            return int(values.item())
+        bit = f"the number of a bit, 0 to {n_bits - 1}"
+        must = f"{n_bits} finite numbers" if self.continuous else bit
+        raise ValueError(
+            f"action must be {must}, got {action!r}; others need continuous={not self.continuous}."
+        )
 
     def _observation(self) -> dict[str, NDArray[np.float32]]:
         # Copies: what was handed out must not change with the next step.
