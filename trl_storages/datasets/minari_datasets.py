@@ -143,6 +143,7 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
     fields = dict(rows.items(include_nested=True, leaves_only=True))
     observations, actions, infos = {}, {}, {}
     shared = keys.shared_keys(fields)
+    known = {keys.INDEX, keys.TRAJECTORY_IDS, *OUTCOME_FIELDS, *map(keys.next_key, shared)}
     for key, values in fields.items():
         path = keys.key_path(key)
         if key in shared:
@@ -155,12 +156,7 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
                 )
         elif path[0] == keys.ACTION:
             actions[path] = values.numpy()
-        elif key not in (
-            keys.INDEX,
-            keys.TRAJECTORY_IDS,
-            *OUTCOME_FIELDS,
-            *map(keys.next_key, shared),
-        ):
+        elif key not in known:
             infos[path[path[0] == "next" :]] = torch.cat([values[:1] * 0, values]).numpy()
     reward = rows[keys.REWARD]
     terminated, truncated = (rows[key].flatten() for key in (keys.TERMINATED, keys.TRUNCATED))
