@@ -314,11 +314,7 @@ def _stacks(
     """
     if frame_stack is None:
         return {}
-    shapes = {
-        key: list(shape)
-        for key, (_, shape) in fields.items()
-        if keys.next_key(key) in fields and key not in infos
-    }
+    shapes = {key: [*fields[key][1]] for key in keys.shared_keys(fields) if key not in infos}
     if isinstance(frame_stack, Mapping):
         if missing := [key for key in frame_stack if key not in shapes]:
             raise KeyError(f"frame_stack must name observations of {[*shapes]}, got {missing}.")
