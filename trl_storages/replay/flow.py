@@ -233,7 +233,7 @@ def drawn_priorities(
     """
     anchors = data.get(keys.ANCHOR_INDEX, None)
     slots = data[keys.INDEX] if anchors is None else anchors
-    priority = data[priority_key] if priority is None else priority
+    priority = data[priority_key] if priority is None else arguments.values("priority", priority)
     # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
     rows, given, priority = slots.shape, priority.shape, priority.detach()
     num_rows, S = rows.numel(), 1 if anchors is None else num_steps

@@ -129,9 +129,9 @@ class _InActor(ReplayStorage):
 
     add = record
 
-    def sample(self, *args: Any, **options: Any) -> Any:
-        found = super().sample(*args, **options)
-        return (_alone(found[0]), found[1]) if isinstance(found, tuple) else _alone(found)
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
+        batch, info = super()._sample(batch_size)
+        return _alone(batch), info
 
     def sample_episodes(self, n: int) -> Any:
         return _alone(super().sample_episodes(n))

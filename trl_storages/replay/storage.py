@@ -163,13 +163,13 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             raise ValueError("batch_size must be given with prefetch, got None.")
         self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         writer.register_storage(storage)
-        self._attach(self._sampler)
+        if (prioritized := self._prioritized) is not None:
+            prioritized.priorities_of(storage)
         storage.is_replayed = True
         # A directory is made when all else has been checked.
         storage.prepare()
         resume(self)
-        if arguments.flag("shared", shared):
-            self.share()
+        self.share(shared)
 
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
@@ -623,15 +623,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         sampler = own_sampler(sampler)
         with self._replay_lock, self._write_lock:
-            self._attach(sampler)
+            if (prioritized := _prioritized(sampler)) is not None:
+                prioritized.priorities_of(self._storage)
             previous, self._sampler, self._flow = self._sampler, sampler, None
             sampler._rng = self._rng
         return previous
-
-    def _attach(self, sampler: Any) -> None:
-        """Raises a ValueError if a sampler by priority has no room for the rows."""
-        if (layer := _prioritized(sampler)) is not None:
-            layer.priorities_of(self._storage)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
         """Draws with another generator from now on; None is torch's default one."""
@@ -685,8 +681,6 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
                 changed then.
         """
         arguments.steps("data", data)
-        if priority is not None:
-            priority = arguments.values("priority", priority)
         if (sampler := self._prioritized) is None:
             return
         num_steps = self._current_flow().num_steps
@@ -747,8 +741,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         path = arguments.directory("path", path)
         with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
-            rest = to_json(rest_of(self))
-            self._storage.dumps(path, rest)
+            self._storage.dumps(path, to_json(rest_of(self)))
 
     def loads(self, path: Any) -> None:
         """Goes on from what `dumps` saved, parameters included.
