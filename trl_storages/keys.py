@@ -23,7 +23,6 @@ __all__ = [
     "PRIORITY_WEIGHT",
     "REWARD",
     "SEQUENCE_ID",
-    "SET_BY_SAMPLING",
     "STEPS_TO_NEXT_OBS",
     "STEP_IN_SEQUENCE",
     "TERMINATED",
@@ -65,8 +64,8 @@ LEARNING_MASK: NestedKey = "learning_mask"
 SEQUENCE_ID: NestedKey = "sequence_id"
 STEP_IN_SEQUENCE: NestedKey = "step_in_sequence"
 BUFFER_IDS: NestedKey = "buffer_ids"
-#: Stored fields must not have these names: sampling would overwrite them.
-SET_BY_SAMPLING: tuple[NestedKey, ...] = (
+# Stored fields must not have these names: sampling would overwrite them.
+_SET_BY_SAMPLING: tuple[NestedKey, ...] = (
     INDEX,
     MASK,
     GOAL_INDEX,
@@ -99,7 +98,7 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
 
 def check_storable(key: NestedKey) -> None:
     """Raises a ValueError if sampling sets this key in batches."""
-    if (other := overlapping(key, SET_BY_SAMPLING)) is not None:
+    if (other := overlapping(key, _SET_BY_SAMPLING)) is not None:
         raise ValueError(
             f"a stored field must not have a name that sampling sets in batches, got {key!r}, where they "
             f"have {other!r}: rename it in its space, info_keys, extra_fields, fields or data."
@@ -121,11 +120,10 @@ def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None
     ('next', None)
     """
     path = key_path(key)
-    for other in map(key_path, others):
+    for other in others:
         # A key that is a prefix of another would be both a tensor and a branch.
-        shared = min(len(path), len(other))
-        if path[:shared] == other[:shared]:
-            return unravel_key(other)
+        if all(one == its for one, its in zip(path, key_path(other), strict=False)):
+            return other
     return None
 
 
