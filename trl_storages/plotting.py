@@ -102,9 +102,9 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     mean = bars.mean(1).filled(0)
     ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
     T = storage.episodes.steps_per_lane
-    for lane, cursor in enumerate(storage.episodes.cursors % T):
-        label = None if lane else "written next"
-        ax.axvline(lane * T + cursor, color=_RED, lw=1.4, label=label)
+    cursors = np.arange(storage.episodes.num_envs) * T + storage.episodes.cursors % T
+    whole = ax.get_xaxis_transform()
+    ax.vlines(cursors, 0, 1, _RED, lw=1.4, label="written next", transform=whole)
     ax.set(xlim=(0, num_slots), xlabel="slot", ylabel="priority")
     return _titled(ax, f"{bars.count():,} rows, alpha {sampler.alpha:g}")
 
