@@ -6,6 +6,7 @@ Letters: B batch, E lanes (environments), L of them that are written, T steps, N
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import os
 import pickle
@@ -496,13 +497,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         cancel_event: threading.Event | None = None,
     ) -> bool:
         """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
-        start = time.monotonic()
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        cancelled = threading.Event() if cancel_event is None else cancel_event
         while not self.can_sample(batch_size):
-            if timeout is not None and time.monotonic() - start >= timeout:
+            if time.monotonic() >= end or cancelled.wait(_PAUSE):
                 return False
-            if cancel_event is not None and cancel_event.is_set():
-                return False
-            time.sleep(_PAUSE)
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
