@@ -23,7 +23,6 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.replay.flow import draw_episodes
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.streams import FrameStack
@@ -509,5 +508,5 @@ class EpisodeReplayStorage(UniformReplayStorage):
         return bool((listed["finished"] & listed["whole"]).any())
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = self._with_transforms(draw_episodes(self._storage, batch_size, self._rng))
+        batch = self._sample_episodes(batch_size)
         return batch, {keys.INDEX: batch[keys.INDEX]}

@@ -548,10 +548,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         n = arguments.integer("n", n, at_least=1)
         with self._replay_lock, self._write_lock:
-            return self._with_transforms(draw_episodes(self._storage, n, self._rng))
+            return self._sample_episodes(n)
 
-    def _with_transforms(self, batch: TensorDictBase) -> TensorDictBase:
-        """Applies all transforms but those that read further rows."""
+    def _sample_episodes(self, n: int) -> TensorDictBase:
+        batch = draw_episodes(self._storage, n, self._rng)
         with dispatch_td_nn_modules(True):
             for part in self._current_flow().others:
                 batch = part(batch)
