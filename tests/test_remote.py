@@ -24,7 +24,7 @@ from trl_storages import (
     PackedStorage,
     ReplayStorage,
 )
-from trl_storages.replay.remote import in_actor
+from trl_storages.replay.processes import in_actor
 
 ray = pytest.importorskip("ray", reason="holds storages that several machines share")
 

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from trl_storages import arguments, keys
 from trl_storages.arguments import Strict
 from trl_storages.functional import even_order, num_of_each
-from trl_storages.replay.explain import Explanation
+from trl_storages.replay.drawn import Explanation
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.streams.layout import nest, nested_sizes
 

@@ -1,16 +1,20 @@
-"""The way of a batch: sampler, sample unit, rows, transforms; and that of its priorities back.
+"""The way of a batch: sampler, sample unit, rows, transforms.
 
-Letters: B batch, N rows of it, n sequences, S rows of a sequence.
+Letters: B batch, S rows of a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, pad
+from tensordict import TensorDictBase, pad
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
@@ -18,10 +22,10 @@ from torchrl.envs.transforms import Compose, Transform
 from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules, refuse_stock
 from trl_storages.packed import PackedStorage, RowView
-from trl_storages.samplers import REDUCTIONS, EpisodeSequence, HERSampler, OwnSampler
+from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
 from trl_storages.transforms import ReplayTransform, parts_of
 
-__all__ = ["Flow", "draw_episodes", "drawn_priorities", "one_each", "read"]
+__all__ = ["Ahead", "Flow", "draw_episodes", "read"]
 
 Entries = dict[Any, torch.Tensor]
 #: A batch, what sampler and sample unit say of its rows, and all slots that were read, `[*, B]` each.
@@ -208,59 +212,39 @@ def _draw_episodes(
     return batch if gone is None else batch[~gone.any(1)]
 
 
-def drawn_priorities(
-    data: TensorDictBase,
-    priority_key: NestedKey,
-    priority: torch.Tensor | None,
-    reduction: str,
-    num_steps: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the drawn slots, their new priorities, and the steps that they were drawn as.
+class Ahead(deque[Future[Any]]):
+    """Batches that are drawn before they are asked for, in the order in which they would be drawn.
 
     Args:
-        data: a sampled batch of any batch size; sequences as `[n * S]` or `[n, S]`, or with batch size
-            `[n]` and entries `[n, S, ...]`.
-        priority_key: entry of the priorities.
-        priority: the priorities if they are not an entry of `data`. One per row (`[N]`, `[n, S]`) or one
-            per sequence (`[n]`); trailing dimensions are allowed.
-        reduction: how several values of one row become one: "max", "min", "mean" or "median".
-        num_steps: S; the anchor gets the largest priority of its sequence's valid learning steps.
-
-    Raises:
-        KeyError: the batch lacks the priorities, or the entries that say which rows were drawn.
-        ValueError: the priorities do not fit the rows, as `[N, N]` does not that comes of `[N]` and
-            `[N, 1]`; or the batch does not consist of whole sequences.
+        draw: returns a batch.
+        number: how many there are; 0 draws none ahead.
     """
-    anchors = data.get(keys.ANCHOR_INDEX, None)
-    slots = data[keys.INDEX] if anchors is None else anchors
-    priority = data[priority_key] if priority is None else arguments.values("priority", priority)
-    # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
-    rows, given, priority = slots.shape, priority.shape, priority.detach()
-    num_rows, S = rows.numel(), 1 if anchors is None else num_steps
-    shape = num_rows // S, S
-    is_of_sequences = anchors is not None and given in ((shape[0],), (shape[0], 1))
-    is_of_rows = any(given[: len(size)] == size for size in (rows, (num_rows,), shape))
-    is_spread = num_rows > 1 and given.numel() == num_rows**2
-    if num_rows % S or not (is_of_sequences or (is_of_rows and not is_spread)):
-        raise ValueError(
-            f"there must be one priority a row, {[*rows]}, or one for all {S} rows of a sequence, got "
-            f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
-        )
-    steps = data.get(keys.PRIORITY_STAMP, None)
-    if anchors is None:
-        return slots, one_each(priority, num_rows, reduction), steps
-    steps = None if steps is None else steps.reshape(shape)[:, 0]
-    if is_of_sequences:
-        values = priority.reshape(-1, 1)
-    else:
-        values = one_each(priority, num_rows, reduction).reshape(shape)
-        learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
-        values = torch.where(learnt.reshape(shape), values, 0)
-    return slots.reshape(shape)[:, 0], values.amax(1), steps
 
+    def __init__(self, draw: Callable[[], Any], number: int) -> None:
+        super().__init__()
+        self._draw, self.number = draw, number
+        # More threads would reorder the draws.
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        # Taken before the locks of the storage.
+        self._lock = threading.RLock()
 
-def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
-    """Reduces the values of each row to one, `[N]`."""
-    if priority.numel() == num_rows:
-        return priority.flatten()
-    return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)
+    def take(self) -> Any:
+        """Returns the next batch, and has others drawn."""
+        with self._lock:
+            batch = self.popleft().result() if self else self._draw()
+            while len(self) < self.number:
+                self.append(self._thread.submit(self._draw))
+            return batch
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Waits for the batches that are being drawn, and has none drawn before the context ends."""
+        with self._lock:
+            wait(self)
+            yield
+
+    def close(self) -> None:
+        """Drops all batches, and ends the thread."""
+        with self.paused():
+            self.clear()
+            self._thread.shutdown()

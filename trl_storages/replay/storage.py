@@ -27,9 +27,8 @@ from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
-from trl_storages.replay.explain import Explanation, explain
-from trl_storages.replay.flow import Flow, draw_episodes, drawn_priorities, one_each, read
-from trl_storages.replay.loader import Ahead, make_loader
+from trl_storages.replay.drawn import Explanation, drawn_priorities, explain, one_each
+from trl_storages.replay.flow import Ahead, Flow, draw_episodes, read
 from trl_storages.replay.state import Parameter, parsed, parsed_rest, rest_of, resume
 from trl_storages.samplers import (
     EpisodeSequence,
@@ -177,11 +176,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
     ) -> Any:
         # Imported here, as what is in an actor is a storage itself.
-        from trl_storages.replay import remote
+        from trl_storages.replay import processes
 
         arguments.choice("service_backend", service_backend, ("direct", "ray"))
         options |= service_backend_options
-        return remote.StorageHandle(*args, replay_buffer_cls=remote.in_actor(cls), **options)
+        return processes.StorageHandle(*args, replay_buffer_cls=processes.in_actor(cls), **options)
 
     @classmethod
     def open(
@@ -590,9 +589,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             RuntimeError: the rows are not in a directory, or none exists yet.
             ValueError: a number is too small, or no batch size is known.
         """
+        from trl_storages.replay import processes
+
         with self._replay_lock:
             options |= {"num_workers": num_workers, "pin_memory": pin_memory}
-            return make_loader(self, batch_size, seed, options)
+            return processes.make_loader(self, batch_size, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Draws batches, to the end of an epoch if the sampler draws in epochs."""
@@ -813,7 +814,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             batch: sampled from this storage; its rows must not have been overwritten since.
 
         Returns:
-            columns of slot, lane, age, episode, step and more, see `replay.explain`.
+            columns of slot, lane, age, episode, step and more, see `replay.drawn`.
 
         Raises:
             KeyError: the batch has no `index`.

@@ -1,24 +1,90 @@
-"""A storage in an actor of Ray, which several processes write to and sample from.
+"""A storage for several processes: workers of a `DataLoader` that read it, or callers of a Ray actor.
 
-TorchRL's `RayReplayBuffer` is the handle of the actor; passed to another process it becomes a client.
+The workers read its directory. The handle of the actor is TorchRL's `RayReplayBuffer`; passed to another
+process it becomes a client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data import RayReplayBuffer
 
+from trl_storages import arguments
 from trl_storages._torchrl import RayClient
 from trl_storages.arguments import Strict
 from trl_storages.replay.state import Parameter
 from trl_storages.replay.storage import ReplayStorage
 
-__all__ = ["StorageClient", "StorageHandle", "in_actor"]
+__all__ = ["ReplayBatches", "StorageClient", "StorageHandle", "in_actor", "make_loader"]
+
+# Workers may be started before the first row is written: seconds until they stop.
+_PATIENCE = 60.0
+
+
+class ReplayBatches(IterableDataset[TensorDictBase]):
+    """Endless batches of a storage that another process writes.
+
+    Args:
+        open_reader: `generator -> ReplayStorage`; opens it for reading in the process that iterates.
+    """
+
+    def __init__(self, open_reader: Callable[..., Any]) -> None:
+        super().__init__()
+        self._open_reader = open_reader
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        worker = get_worker_info()
+        # DataLoader seeds each worker differently.
+        seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
+        # Iterations beside each other each need a sampler and transforms of their own.
+        open_reader = copy.deepcopy(self._open_reader)
+        reader = open_reader(generator=torch.Generator().manual_seed(seed))
+        while True:
+            yield reader.sample(wait=worker is not None, timeout=_PATIENCE)
+
+
+def make_loader(
+    storage: ReplayStorage, batch_size: int | None, seed: int | None, options: dict[str, Any]
+) -> DataLoader[TensorDictBase]:
+    """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
+    batch_size = arguments.optional(arguments.integer, "batch_size", batch_size, at_least=1)
+    rows = storage.storage
+    if rows.path is None or not rows.initialized:
+        raise RuntimeError(
+            "workers read rows from a directory: make the storage with path=, and write a row first "
+            "where the fields are not all known."
+        )
+    if (batch_size := batch_size or storage.batch_size) is None:
+        raise ValueError("batch_size must be known: pass it here, or where the storage is made.")
+    sampler = copy.deepcopy(storage.sampler)
+    sampler._empty()
+    open_reader = partial(
+        type(storage).open,
+        rows.path,
+        mode="r",
+        sampler=sampler,
+        transform=copy.deepcopy(storage.transform) if len(storage.transform) else None,
+        sample_unit=storage.sample_unit,
+        batch_size=batch_size,
+    )
+    # Pinning requires CUDA.
+    options["pin_memory"] &= torch.cuda.is_available()
+    return DataLoader(
+        ReplayBatches(open_reader),
+        batch_size=None,
+        # The default one would rebuild a TensorDict as a dict.
+        collate_fn=torch.nn.Identity(),
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+        **options,
+    )
+
 
 _PARAMETERS = {name for name, it in vars(ReplayStorage).items() if isinstance(it, Parameter)}
 
