@@ -6,14 +6,14 @@ Letters: B samples of a batch, S rows of each (1 without a sample unit).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Strict
+from trl_storages.arguments import Checked, Strict
 from trl_storages.functional import even_order, num_of_each
 from trl_storages.replay.drawn import Explanation
 from trl_storages.replay.storage import ReplayStorage
@@ -69,7 +69,7 @@ class ReplayStorageEnsemble(Strict):
     #: `buffer_ids` are positions in this tuple.
     storages: tuple[ReplayStorage, ...] = ()
     #: B, or None if each `sample` must name it.
-    batch_size: int | None = None
+    batch_size: Any = Checked(partial(arguments.optional, arguments.integer), at_least=1)
 
     def __init__(
         self,
@@ -84,9 +84,7 @@ class ReplayStorageEnsemble(Strict):
             raise ValueError(f"storages must be different ones, at least one, got {len(storages)}.")
         self.storages = storages
         self.shares = (1 / len(storages),) * len(storages) if shares is None else shares
-        self.batch_size = arguments.optional(
-            arguments.integer, "batch_size", batch_size, at_least=1
-        )
+        self.batch_size = batch_size
         if generator is not None:
             for storage in storages:
                 storage.set_rng(generator)
