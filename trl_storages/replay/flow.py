@@ -1,4 +1,4 @@
-"""The way of a batch: sampler, sample unit, rows, transforms.
+"""The way of a batch: sampler, sample unit, rows, transforms; and batches that are drawn ahead.
 
 Letters: B batch, S rows of a sequence.
 """
