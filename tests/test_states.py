@@ -32,13 +32,12 @@ def test_json_has_all_that_states_hold():
 @pytest.mark.parametrize(
     "words",
     [
-        {"tensor": "!", "dtype": "torch.int64", "shape": []},
-        {"tensor": "AAAA", "dtype": "torch.int64", "shape": [1]},
-        {"tensor": "AAAA", "dtype": "os.system", "shape": [3]},
-        {"tensor": "AAAA", "dtype": "torch.uint8", "shape": [2]},
-        {"tensor": 5, "dtype": "torch.uint8", "shape": [2]},
-        {"number": []},
-        {"tuple": 5},
+        {".tensor": "!", "dtype": "torch.int64", "shape": []},
+        {".tensor": "AAAA", "dtype": "torch.int64", "shape": [1]},
+        {".tensor": "AAAA", "dtype": "os.system", "shape": [3]},
+        {".tensor": "AAAA", "dtype": "torch.uint8", "shape": [2]},
+        {".tensor": 5, "dtype": "torch.uint8", "shape": [2]},
+        {".tuple": 5},
     ],
 )
 def test_other_json_is_refused(words):

@@ -7,7 +7,6 @@ and can't fail. All parts of a storage are parsed before any is adopted.
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -20,8 +19,8 @@ __all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "to_j
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
-#: How tensors, numbers and tuples are written that JSON has not.
-_TENSOR, _NUMBER, _TUPLE = "tensor", "number", "tuple"
+# How tensors and tuples are written, which JSON has not; in no module's state a name begins with a dot.
+_TENSOR, _TUPLE = ".tensor", ".tuple"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -81,8 +80,6 @@ def to_json(state: Any) -> Any:
         return [to_json(value) for value in state]
     if isinstance(state, tuple):
         return {_TUPLE: [to_json(value) for value in state]}
-    if isinstance(state, float) and not math.isfinite(state):
-        return {_NUMBER: str(state)}
     return state
 
 
@@ -101,8 +98,6 @@ def from_json(words: Any) -> Any:
             data = base64.b64decode(words[_TENSOR], validate=True)
             values = torch.tensor([*data], dtype=torch.uint8).view(_DTYPES[words["dtype"]])
             return values.reshape(words["shape"])
-        if _NUMBER in words:
-            return float(words[_NUMBER])
         if _TUPLE in words:
             return tuple(from_json(value) for value in words[_TUPLE])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

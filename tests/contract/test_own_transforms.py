@@ -96,14 +96,14 @@ def test_two_windows_raise():
 
 
 class Shifted(library.ReplayTransform):
-    """Adds what it has learned to rewards."""
+    """Adds what it has learned to rewards, in a buffer whose name says nothing."""
 
     def __init__(self, size=1):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("tensor", torch.zeros(size))
 
     def replay(self, rows):
-        rows.steps["next", "reward"] = rows.steps["next", "reward"] + self.mean[0]
+        rows.steps["next", "reward"] = rows.steps["next", "reward"] + self.tensor[0]
 
 
 @pytest.mark.requirement("persistence")
@@ -112,7 +112,7 @@ def test_what_a_transform_has_learned_is_saved(place, tmp_path):
         assemble(30, place=place, transform=Shifted(), batch_size=8) for _ in range(2)
     )
     HISTORIES["filling"].write(storage)
-    storage.transform[0].mean[:] = 3
+    storage.transform[0].tensor[:] = 3
     storage.dumps(tmp_path)
     other.loads(tmp_path)
     assert_same(other.sample(), storage.sample())
