@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import tree
-from trl_storages.kernels.words import LANES
+from trl_storages.kernels import LANES, tree
 
 
 class Tree:

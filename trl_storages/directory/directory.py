@@ -15,8 +15,7 @@ from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, syn
 from trl_storages.directory.recovery import forget_beyond, recover
 from trl_storages.index import EpisodeIndex
 from trl_storages.index.invariants import check_bounds, require
-from trl_storages.kernels import checks
-from trl_storages.kernels.words import DONE, FIRST
+from trl_storages.kernels import DONE, FIRST, checks
 from trl_storages.streams import Arena, HostRows, Layout, room_for
 
 __all__ = ["Directory"]

@@ -9,8 +9,7 @@ import numpy as np
 
 from trl_storages.directory.description import Description
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import checks
-from trl_storages.kernels.words import CUT, DONE, GOES_ON
+from trl_storages.kernels import CUT, DONE, GOES_ON, checks
 from trl_storages.streams import HostRows
 
 __all__ = ["forget_beyond", "recover"]

@@ -14,8 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages.index import invariants, whole_episodes
-from trl_storages.kernels import draws, streams
-from trl_storages.kernels.words import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL
+from trl_storages.kernels import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL, draws, streams
 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
 
@@ -120,7 +119,7 @@ class EpisodeIndex:
         self._lanes, self._epoch = tables["lanes"], tables["epoch"]
         #: `[1]` which changes whenever who writes sets priorities of rows.
         self.num_updates: np.ndarray = self._epoch[1:]
-        #: What `kernels.words` calls an index.
+        #: What `kernels` calls an index.
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
             *(self.steps_per_lane, self.entries_per_lane, self.stack, tables["priorities"]),
@@ -225,7 +224,7 @@ class EpisodeIndex:
             steps: `[N]` their numbers, N at least 1 and at most T.
             places: `[N]` their entries within the lane.
             begins: `[N]` whether each begins an episode.
-            ends: `[N]` as in `kernels.words`.
+            ends: `[N]` as in `kernels`.
             first: the first step of the episode of the oldest, which may be gone.
             tail: the oldest of them that is live.
         """

@@ -1,6 +1,6 @@
 """What always holds in an episode index.
 
-An `index` is that of `kernels.words`. Another process may write meanwhile: nothing is wrong of steps that
+An `index` is that of `kernels`. Another process may write meanwhile: nothing is wrong of steps that
 have given way in the end.
 """
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import draws
-from trl_storages.kernels.words import CURSOR, CUT, GOES_ON, TAIL
+from trl_storages.kernels import CURSOR, CUT, GOES_ON, TAIL, draws
 
 __all__ = ["check", "check_bounds", "kept", "require"]
 

@@ -1,6 +1,6 @@
 """The episodes of an index: lists of them, and draws of whole ones.
 
-An `index` is that of `kernels.words`. Letters: E lanes, n episodes.
+An `index` is that of `kernels`. Letters: E lanes, n episodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from trl_storages.kernels.words import CURSOR, DONE, FIRST, LAST, TAIL
+from trl_storages.kernels import CURSOR, DONE, FIRST, LAST, TAIL
 
 __all__ = ["draw", "episodes_of"]
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_storages.kernels import DONE, FIRST, SAME
 from trl_storages.kernels.compile import inlined, loop
-from trl_storages.kernels.words import DONE, FIRST, SAME
 
 __all__ = ["NUMBER", "NUM_WORDS", "are_whole", "factors", "mark", "steps_of"]
 
@@ -85,7 +85,7 @@ def mark(
     """Marks the entries of rows that were entered and copied, before they are published.
 
     Args:
-        index: as in `kernels.words`.
+        index: as in `kernels`.
         entries: `[E M, W]`.
         size: O.
         marked: the marks `[E M, 3]`, and c.

@@ -1,6 +1,6 @@
 """Draws of rows, goals, windows and sequences: arithmetic of slots; and sums over windows.
 
-An `index` is the tuple of `kernels.words`; whatever lies beyond the cursors counts for nothing.
+An `index` is the tuple of `kernels`; whatever lies beyond the cursors counts for nothing.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
 
 Letters: B batch, E lanes, T steps a lane, n rows of a window, S rows of a sequence.
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_storages.kernels import CURSOR, FIRST, LANES, LAST, STEPS, TAIL, WHERE
 from trl_storages.kernels.compile import inlined, loop, prefetch
-from trl_storages.kernels.words import CURSOR, FIRST, LANES, LAST, STEPS, TAIL, WHERE
 
 __all__ = [
     "BEGIN",

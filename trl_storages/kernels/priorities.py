@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_storages.kernels import CURSOR, LANES, PRIORITIES, STEPS, TAIL
 from trl_storages.kernels.compile import inlined, loop
-from trl_storages.kernels.words import CURSOR, LANES, PRIORITIES, STEPS, TAIL
 
 __all__ = ["are_priorities", "largest_of", "report", "weigh"]
 
@@ -78,7 +78,7 @@ def report(
     """Sets raw priorities of those rows that are still what they were.
 
     Args:
-        index: as in `kernels.words`.
+        index: as in `kernels`.
         slots: `[B]`; -1 is skipped. Of equal ones the last counts.
         steps: `[B]` which steps of their lanes the rows were.
         priorities: `[B]`, finite and at least 0.

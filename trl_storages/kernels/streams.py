@@ -20,7 +20,7 @@ writes, B batch. In words of 8 bytes: W an entry, O its observation, the first F
 newest frame, S = O + (k - 1) F an observation as it is seen, with all its frames. A row as it is seen
 is `[observation S | step W - O | next observation S]`, stacks before all else of an observation.
 
-An `index` is that of `kernels.words`.
+An `index` is that of `kernels`.
 `sizes` are `(F, O, first, end, R)`: the words `first` to `end` of S tell whether a row continues another,
 and from word R on the step of an entry holds what stands under `next`.
 """
@@ -31,9 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels.checks import mark
-from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
-from trl_storages.kernels.words import (
+from trl_storages.kernels import (
     AGAIN,
     CURSOR,
     DONE,
@@ -48,6 +46,8 @@ from trl_storages.kernels.words import (
     TAIL,
     WHERE,
 )
+from trl_storages.kernels.checks import mark
+from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
 
 __all__ = [
     "compare",

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_storages.kernels import CURSOR
 from trl_storages.kernels.compile import inlined, loop, prefetch
-from trl_storages.kernels.words import CURSOR
 
 __all__ = [
     "draw_leaves",

@@ -20,7 +20,7 @@ from trl_storages import arguments
 from trl_storages.directory import Directory
 from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels.words import FIRST
+from trl_storages.kernels import FIRST
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
@@ -37,7 +37,7 @@ class PackedLane(NamedTuple):
         tail: that of the oldest live one.
         first: the first step of the oldest episode, which may be gone.
         begins: `[N]` bool, whether each step begins an episode.
-        ends: `[N]` uint8, as in `kernels.words`.
+        ends: `[N]` uint8, as in `kernels`.
         places: `[N]` int64, its entry.
         priorities: `[N]` float32, 0 where none was set.
         entries: `[n, W]` in parts.

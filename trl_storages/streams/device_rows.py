@@ -13,8 +13,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import streams
-from trl_storages.kernels.words import AGAIN, GAP, SAME
+from trl_storages.kernels import AGAIN, GAP, SAME, streams
 from trl_storages.streams.fields import Field
 from trl_storages.streams.layout import Block, Layout
 

@@ -14,8 +14,7 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import checks, streams
-from trl_storages.kernels.words import GAP, SAME
+from trl_storages.kernels import GAP, SAME, checks, streams
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout
 
