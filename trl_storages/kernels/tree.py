@@ -1,8 +1,11 @@
-"""An 8-ary tree of sums, or of least weights, over the slots of lanes.
+"""Raw priorities of rows, their weights (p + eps)^alpha, and the tree by which rows are drawn.
 
-A node is joined from its eight children, always in float64 and in the same order, so that nothing drifts
-and equal weights make equal trees. `starts` `[depth + 2]` says where its levels begin in the table, the
-root's first and that of the leaves last; the last number is the size of the table.
+A raw priority is finite and above 0; whatever else a column holds says that none was set.
+
+The tree is an 8-ary one of sums, or of least weights, over the slots of lanes. A node is joined from its
+eight children, always in float64 and in the same order, so that nothing drifts and equal weights make
+equal trees. `starts` `[depth + 2]` says where its levels begin in the table, the root's first and that of
+the leaves last; the last number is the size of the table.
 
 Letters: B batch, E lanes, T leaves a lane, R ranges of leaves.
 """
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import CURSOR
+from trl_storages.kernels import CURSOR, LANES, PRIORITIES, STEPS, TAIL
 from trl_storages.kernels.compile import inlined, loop, prefetch
 
 __all__ = [
@@ -21,11 +24,62 @@ __all__ = [
     "least_within",
     "level_starts",
     "newest_ranges",
+    "report",
     "set_leaves",
+    "weigh",
 ]
 
 FAN_OUT = 8
 _INFINITY = np.inf
+# What a priority of 0 is stored as.
+_LEAST = float(np.finfo(np.float32).tiny)
+
+
+@loop
+def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> Any:
+    """Sets raw priorities of those rows that are still what they were.
+
+    Args:
+        index: as in `kernels`.
+        slots: `[B]`; -1 is skipped. Of equal ones the last counts.
+        steps: `[B]` which steps of their lanes the rows were.
+        priorities: `[B]`, finite and at least 0.
+        kept: the result, `[B]`: the slots that were set, in order.
+
+    Returns:
+        how many were set, -1 if there is no such slot, where nothing is done; and the largest of them.
+    """
+    lanes, T, column = index[LANES], index[STEPS], index[PRIORITIES]
+    E, count, largest = len(lanes), 0, 0.0
+    for i in range(len(slots)):
+        if not -1 <= slots[i] < E * T:
+            return -1, largest
+    for i in range(len(slots)):
+        slot = slots[i]
+        e = slot // T if E > 1 else 0
+        if slot >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
+            column[slot] = raw = max(np.float64(priorities[i]), _LEAST)
+            largest = max(largest, raw)
+            kept[count] = slot
+            count += 1
+    return count, largest
+
+
+@loop
+def weigh(
+    column: Any, slots: Any, otherwise: float, alpha: float, eps: float, sets: bool, weights: Any
+) -> None:
+    """Returns the `weights` `[B]` of rows; that of one without a raw priority is of `otherwise`.
+
+    `sets` says whether this becomes its raw priority.
+    """
+    for i in range(len(slots)):
+        raw = np.float64(column[slots[i]])
+        if not 0 < raw < _INFINITY:
+            raw = otherwise
+            if sets:
+                column[slots[i]] = raw
+        weights[i] = (raw + eps) ** alpha
 
 
 def level_starts(num_leaves: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import priorities, tree
+from trl_storages.kernels import tree
 from trl_storages.packed import PackedStorage
 
 __all__ = ["Priorities"]
@@ -51,7 +51,7 @@ class Priorities:
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
         if largest is None:
-            largest = priorities.largest_of(self.raw, index.live_slots().numpy())
+            largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
         self.largest = largest
         #: How many batches were drawn.
@@ -74,23 +74,24 @@ class Priorities:
         if self._known is not None and self._num_updates != self.index.num_updates[0]:
             self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
-            self.largest = max(self.largest, priorities.largest_of(self.raw, changed))
+            self.largest = max(self.largest, self._largest_of(changed))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
             self._known[changed] = self.raw[changed]
 
+    def _largest_of(self, slots: np.ndarray) -> float:
+        """Returns the largest raw priority of some rows, 0 if none was set."""
+        raw = self.raw[slots]
+        return float(raw.max(initial=0, where=raw < np.inf))
+
     def _take_in(self, slots: np.ndarray) -> None:
-        """Sets the weights of live rows by their raw priorities."""
+        """Sets the weights of live rows; who writes rows keeps the raw priority of new ones."""
+        weights, sets = np.empty(len(slots)), self._known is None
+        tree.weigh(self.raw, slots, self.of_new, self.alpha, self.eps, sets, weights)
         if self._known is None:
             self.index.num_updates[0] += 1
         else:
             self._known[slots] = self.raw[slots]
-        self._set(slots, self._weights(slots))
-
-    def _weights(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the weights of live rows; who writes rows keeps the raw priority of new ones."""
-        weights, sets = np.empty(len(slots)), self._known is None
-        priorities.weigh(self.raw, slots, self.of_new, self.alpha, self.eps, sets, weights)
-        return weights
+        self._set(slots, weights)
 
     def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
         if len(slots):
@@ -107,15 +108,13 @@ class Priorities:
         Raises:
             IndexError: there is no such slot. Nothing is changed then.
         """
-        kept, weights = np.empty(len(slots), np.int64), np.empty(len(slots))
-        given = self.index.tables, slots, steps, priority, self.alpha, self.eps
-        count, largest = priorities.report(*given, kept, weights)
+        kept = np.empty(len(slots), np.int64)
+        count, largest = tree.report(self.index.tables, slots, steps, priority, kept)
         if count < 0:
             most = self.index.capacity
             raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
-        self.index.num_updates[0] += 1
         self.largest = max(self.largest, largest)
-        self._set(kept[:count], weights[:count])
+        self._take_in(kept[:count])
 
     def by_slot(self) -> np.ndarray:
         """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""

@@ -15,7 +15,6 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, warn_caller
-from trl_storages.kernels.priorities import are_priorities
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities
@@ -264,7 +263,7 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not are_priorities(values):
+    if not ((values >= 0) & (values < np.inf)).all():
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )
