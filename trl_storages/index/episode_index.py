@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from trl_storages.index import invariants, whole_episodes
+from trl_storages.index import invariants
 from trl_storages.kernels import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL, draws, streams
 
 __all__ = ["Changes", "EpisodeIndex", "Seen"]
@@ -403,7 +403,9 @@ class EpisodeIndex:
             TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
             `finished` (by a done step) and `whole` (no row evicted).
         """
-        return whole_episodes.episodes_of(self.tables)
+        names = ("first", "length", "finished", "whole", "lane")
+        columns = dict(zip(names, map(torch.from_numpy, self._look_up()), strict=True))
+        return TensorDict(columns, batch_size=[len(columns["lane"])])
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` whole, finished episodes uniformly, with replacement.
@@ -414,7 +416,41 @@ class EpisodeIndex:
         Raises:
             RuntimeError: there is none.
         """
-        return whole_episodes.draw(self.tables, n, generator)
+        noise = torch.empty(3 * n + 16, dtype=torch.int64).random_(generator=generator).numpy()
+        # Few episodes are cut, running or partly evicted: of so many enough are whole, as a rule.
+        first, _, finished, whole, _ = self._look_up(noise[n:])
+        usable = first[finished & whole]
+        if len(usable) < n:
+            first, _, finished, whole, _ = self._look_up()
+            usable = first[finished & whole]
+            if not len(usable):
+                raise RuntimeError(
+                    "no finished episode is stored whole: write until one ends, or make the storage "
+                    "larger than an episode."
+                )
+            usable = usable[noise[:n] % len(usable)]
+        return torch.from_numpy(usable[:n])
+
+    def _look_up(self, noise: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """Looks up all episodes, lane by lane, oldest first; or those that random numbers `[n]` choose.
+
+        Returns:
+            slots of their first rows, numbers of rows, whether they are finished and whole, and lanes.
+        """
+        T, (tails, cursors) = self.steps_per_lane, self._live()
+        begins = np.arange(self.num_envs) * T
+        oldest = self.episode[begins + tails % T]
+        counts = (self.episode[begins + (cursors - 1) % T] - oldest) % (T + 1) + 1
+        ends = np.where(cursors > tails, counts, 0).cumsum()
+        total = int(ends[-1])
+        rank = np.arange(total) if noise is None or not total else noise % total
+        lane = ends.searchsorted(rank, side="right")
+        number = rank + (oldest + counts - ends)[lane]
+        span = self.spans[lane, number % (T + 1)]
+        first = np.maximum(span[:, FIRST], tails[lane])
+        last = np.minimum(span[:, LAST], cursors[lane] - 1)
+        finished = self.ends[begins[lane] + last % T] == DONE
+        return begins[lane] + first % T, last - first + 1, finished, first == span[:, FIRST], lane
 
     def validate(self) -> None:
         """Checks the tables against one another.
