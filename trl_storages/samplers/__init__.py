@@ -6,8 +6,7 @@ from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, checked_priorities
 from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.sequences import EpisodeSequence
-from trl_storages.samplers.uniform import UniformSampler
-from trl_storages.samplers.wrapping import own_sampler
+from trl_storages.samplers.uniform import UniformSampler, own_sampler
 
 __all__ = [
     "REDUCTIONS",

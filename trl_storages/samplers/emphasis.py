@@ -18,7 +18,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.hindsight import HERSampler
-from trl_storages.samplers.wrapping import WrappingSampler
+from trl_storages.samplers.uniform import WrappingSampler
 from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["ERESampler"]

@@ -22,7 +22,7 @@ from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
-from trl_storages.samplers.wrapping import WrappingSampler
+from trl_storages.samplers.uniform import WrappingSampler
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "geometric_steps", "kinds_of_batch"]
 

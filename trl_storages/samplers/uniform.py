@@ -1,28 +1,30 @@
-"""Uniform draws, with or without replacement.
+"""Uniform draws, with or without replacement; and samplers that change what these or others draw.
 
 Letters: B batch, E lanes, N rows of an epoch.
 """
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torchrl.data import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import arguments
+from trl_storages._torchrl import refuse_stock
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.states import Adopt, State, entries_of
 
-__all__ = ["Epoch", "UniformSampler"]
+__all__ = ["UniformSampler", "WrappingSampler", "own_sampler"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Epoch:
     """The rows that were live when an epoch began, in an order that follows from its seed.
 
@@ -33,42 +35,34 @@ class Epoch:
     """
 
     seed: int
-    tails: tuple[int, ...]
-    cursors: tuple[int, ...]
-
-    @classmethod
-    def begun(cls, index: EpisodeIndex, seed: int) -> Epoch:
-        """Returns the epoch of all rows that are live now."""
-        return cls(seed, (*index.tails.tolist(),), (*index.cursors.tolist(),))
+    tails: np.ndarray
+    cursors: np.ndarray
 
     def goes_on(self, index: EpisodeIndex) -> bool:
         """Whether its rows may be those of an index, which has begun anew if it has fewer steps."""
-        tails, cursors = np.array(self.tails), np.array(self.cursors)
-        return len(tails) == index.num_envs and bool(
-            ((cursors - tails <= index.steps_per_lane) & (cursors <= index.cursors)).all()
-        )
+        if len(self.tails) != index.num_envs:
+            return False
+        fits = self.cursors - self.tails <= index.steps_per_lane
+        return bool((fits & (self.cursors <= index.cursors)).all())
 
     @cached_property
     def order(self) -> np.ndarray:
         """`[N]` ranks of the rows, which are counted lane by lane, oldest first."""
-        size = sum(self.cursors) - sum(self.tails)
-        order: np.ndarray = torch.randperm(
-            size, generator=torch.Generator().manual_seed(self.seed)
-        ).numpy()
+        size, generator = int((self.cursors - self.tails).sum()), torch.Generator()
+        order: np.ndarray = torch.randperm(size, generator=generator.manual_seed(self.seed)).numpy()
         return order
 
     def live_slots(self, index: EpisodeIndex, begin: int, end: int) -> np.ndarray:
         """Returns the slots of rows `begin` to `end` in order, but of those that were evicted since."""
-        ranks, tails = self.order[begin:end], np.array(self.tails)
-        ends = (np.array(self.cursors) - tails).cumsum()
+        ranks, ends = self.order[begin:end], (self.cursors - self.tails).cumsum()
         lanes = ends.searchsorted(ranks, side="right")
-        steps = ranks + (np.array(self.cursors) - ends)[lanes]
+        steps = ranks + (self.cursors - ends)[lanes]
         slots = lanes * index.steps_per_lane + steps % index.steps_per_lane
         return slots[steps >= index.tails[lanes]]
 
 
 _MOST = 2**53
-_NONE = Epoch(0, (), ())
+_NONE = Epoch(0, np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class UniformSampler(OwnSampler):
@@ -117,7 +111,8 @@ class UniformSampler(OwnSampler):
         while num_found < len(noise):
             if at == len(epoch.order):
                 has_run_out |= num_found > 0
-                epoch, at = Epoch.begun(index, int(noise[num_found])), 0
+                epoch = Epoch(int(noise[num_found]), index.tails.copy(), index.cursors.copy())
+                at = 0
             end = min(at + len(noise) - num_found, len(epoch.order))
             found.append(epoch.live_slots(index, at, end))
             num_found, at = num_found + len(found[-1]), end
@@ -133,7 +128,7 @@ class UniformSampler(OwnSampler):
         if not self._is_by_epoch:
             return {}
         epoch = self._epoch
-        tails, cursors = [*epoch.tails], [*epoch.cursors]
+        tails, cursors = epoch.tails.tolist(), epoch.cursors.tolist()
         return {"seed": epoch.seed, "tails": tails, "cursors": cursors, "drawn": self._num_drawn}
 
     def parsed(self, state: Any) -> Adopt:
@@ -146,13 +141,12 @@ class UniformSampler(OwnSampler):
         if not all(isinstance(steps, list) for steps in bounds):
             raise ValueError("the bounds of an epoch must be lists of steps: nothing changed.")
         tails, cursors = (
-            tuple(arguments.integer("a step", step, at_most=_MOST) for step in steps)
+            np.array([arguments.integer("a step", step, at_most=_MOST) for step in steps], np.int64)
             for steps in bounds
         )
         epoch = Epoch(arguments.integer("seed", seed), tails, cursors)
-        size = sum(cursors) - sum(tails)
-        is_ordered = len(tails) == len(cursors) and all(map(operator.le, tails, cursors))
-        if not is_ordered or arguments.integer("drawn", drawn) > size:
+        is_ordered = len(tails) == len(cursors) and (tails <= cursors).all()
+        if not is_ordered or arguments.integer("drawn", drawn) > (cursors - tails).sum():
             raise ValueError(
                 "an epoch must have as many rows as were drawn of it: nothing changed."
             )
@@ -164,3 +158,69 @@ class UniformSampler(OwnSampler):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'without_replacement=True' * self._is_by_epoch})"
+
+
+def own_sampler(sampler: Any) -> Any:
+    """Returns the sampler to use in the place of one of TorchRL's; any other as it is.
+
+    Raises:
+        TypeError: TorchRL's sampler has no equal here.
+
+    >>> own_sampler(RandomSampler())
+    UniformSampler()
+    """
+    if type(sampler) is RandomSampler:
+        return UniformSampler()
+    if type(sampler) is SamplerWithoutReplacement and sampler.shuffle and not sampler.drop_last:
+        return UniformSampler(without_replacement=True)
+    refuse_stock(sampler)
+    return arguments.instance("sampler", sampler, Sampler, what="a sampler")
+
+
+class WrappingSampler(OwnSampler):
+    """A sampler that changes what its `base` draws.
+
+    Args:
+        base: draws the rows; None draws uniformly. It may be replaced, from the innermost sampler
+            outwards. Its `draw` is asked, not its `sample`.
+
+    Raises:
+        TypeError: it is no sampler of this library, and none of TorchRL's with an equal here.
+    """
+
+    # How many random numbers it takes for each row beside those of its base.
+    _own_draws = 0
+
+    def __init__(self, base: Sampler | None) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def base(self) -> Any:
+        """The sampler that draws the rows."""
+        return self._base
+
+    @base.setter
+    def base(self, base: Any) -> None:
+        base = UniformSampler() if base is None else own_sampler(base)
+        what = "a sampler of this library, such as PERSampler, or None for uniform draws"
+        arguments.instance("base", base, OwnSampler, what=what)
+        self._check_base(base)
+        self._base: OwnSampler = base
+        self.num_draws = base.num_draws + self._own_draws
+
+    def _check_base(self, base: OwnSampler) -> None:
+        """Raises if this sampler can't change what `base` draws."""
+
+    @property
+    def layers(self) -> list[OwnSampler]:
+        """The samplers that this one is made of, itself first."""
+        return [self, *self._base.layers]
+
+    @property
+    def ran_out(self) -> bool:  # type: ignore[override]
+        """Whether the last draw ended an epoch of the base."""
+        return self._base.ran_out
+
+    def _empty(self) -> None:
+        self._base._empty()
