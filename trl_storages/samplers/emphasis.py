@@ -35,8 +35,9 @@ class _Phase:
 
     update: int = 0
     num_updates: int = 0
-    #: The epoch of the index, None after a load, and how many steps were written by the last draw.
-    seen: tuple[int | None, int] | None = None
+    #: How many steps were written by the last draw, -1 before it, and the epoch of the index, if known.
+    written: int = -1
+    epoch: int | None = None
 
 
 class ERESampler(WrappingSampler):
@@ -136,16 +137,14 @@ class ERESampler(WrappingSampler):
 
     def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update, as its base does in the window."""
-        index = storage.episodes
-        phase, now = self._phase, (index.epoch, int(index.cursors.sum()))
-        before, phase.seen = phase.seen, now
-        is_new = before is None or before[1] < now[1]
-        if before is not None and (before[0] not in (None, now[0]) or before[1] > now[1]):
-            self._phase = phase = _Phase(seen=now)
-            is_new = True
+        index, phase = storage.episodes, self._phase
+        epoch, written = index.epoch, int(index.cursors.sum())
+        if phase.epoch not in (None, epoch) or phase.written > written:
+            self._phase = phase = _Phase()
         # What was written since a phase was over begins the next one.
-        if is_new and phase.update >= phase.num_updates:
+        if phase.written < written and phase.update >= phase.num_updates:
             self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
+        phase.epoch, phase.written = epoch, written
         phase.update += 1
         return self._base.draw(storage, noise, index.window_of(self.window(index)))
 
@@ -156,18 +155,17 @@ class ERESampler(WrappingSampler):
     def state(self) -> State:
         """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""
         phase = self._phase
-        written = -1 if phase.seen is None else phase.seen[1]
-        return {"update": phase.update, "num_updates": phase.num_updates, "written": written}
+        return {"update": phase.update, "num_updates": phase.num_updates, "written": phase.written}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         names = ("update", "num_updates", "written")
         update, num_updates, written = entries_of("ERESampler", state, names)
         phase = _Phase(
-            arguments.integer("update", update), arguments.integer("num_updates", num_updates)
+            arguments.integer("update", update),
+            arguments.integer("num_updates", num_updates),
+            arguments.integer("written", written, at_least=-1),
         )
-        if arguments.integer("written", written, at_least=-1) >= 0:
-            phase.seen = None, written
 
         def adopt() -> None:
             self._phase = phase
