@@ -1,10 +1,9 @@
 """Samplers: which rows a batch consists of."""
 
 from trl_storages.samplers.base import OwnSampler, layers_of
-from trl_storages.samplers.emphasis import ERESampler
+from trl_storages.samplers.emphasis import ERESampler, ReturnImprovementEta
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, checked_priorities
-from trl_storages.samplers.return_improvement import ReturnImprovementEta
 from trl_storages.samplers.sequences import EpisodeSequence
 from trl_storages.samplers.uniform import UniformSampler, own_sampler
 
