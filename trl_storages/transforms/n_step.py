@@ -20,7 +20,7 @@ from trl_storages.packed import RowView
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["NStep", "discounts", "window_length"]
+__all__ = ["NStep"]
 
 
 def _next_key(name: str, value: Any) -> NestedKey:
@@ -33,7 +33,7 @@ def _next_key(name: str, value: Any) -> NestedKey:
 class NStep(ReplayTransform):
     """Folds each sampled transition with those that follow it in its episode (n-step returns).
 
-        m = min(n, rows to the end of the episode, rows to the newest one)
+        m = min(n, rows to the end of the episode, rows to the newest one, rows to a terminal one)
         reward_t <- Σ γ^i · reward_{t+i},  i = 0 .. m - 1
         next_t   <- next_{t+m-1}
 
@@ -129,7 +129,9 @@ class NStep(ReplayTransform):
         # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
         if self.terminated_key in changes:
             flags = window[self.terminated_key]
-            lengths = window_length(lengths, flags.reshape(*flags.shape[:2], -1).any(2))
+            is_over = flags.reshape(*flags.shape[:2], -1).any(2)
+            # The rows before the first terminal one, and that one.
+            lengths = torch.minimum(lengths, (is_over.cumsum(0) == 0).sum(0) + 1)
             rows.follow_window(lengths - 1)
         for key in changes:
             if key[0] == "next" and key != self.reward_key:
@@ -163,41 +165,19 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
             rewards = rewards.double()
         flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
         total = np.empty(flat.shape[1:], flat.dtype)
-        draws.fold(flat, lengths.numpy(), discounts(len(flat), discount).numpy(), total)
+        draws.fold(flat, lengths.numpy(), _discounts(len(flat), discount).numpy(), total)
         folded = torch.from_numpy(total).view(rewards.shape[1:])
         return folded if folded.dtype is dtype else folded.to(dtype)
     values = rewards.reshape(*rewards.shape[:2], -1)
-    weights = discounts(len(values), discount).to(rewards.device)[:, None, None]
+    weights = _discounts(len(values), discount).to(rewards.device)[:, None, None]
     rank = torch.arange(len(values), device=rewards.device)[:, None, None]
     # where, not a product: what lies outside of a window may be infinite.
     summed = (torch.where(rank < lengths[:, None], values, 0).double() * weights).sum(0)
     return summed.to(dtype).view(rewards.shape[1:])
 
 
-def window_length(available: torch.Tensor, terminated: torch.Tensor) -> torch.Tensor:
-    """Counts the rows of each window up to the first terminal one.
-
-        m = min(available, 1 + first i with terminated_i)
-
-    Args:
-        available: `[B]` int64, rows of the episode in the window, from 1 to n.
-        terminated: `[n, B]` bool, the state after the row is terminal. Rows past `available` are
-            ignored.
-
-    Returns:
-        `[B]` int64 m, from 1 to n.
-
-    >>> terminated = torch.tensor([[False, False], [True, False], [True, True]])
-    >>> window_length(torch.tensor([3, 2]), terminated).tolist()
-    [2, 2]
-    """
-    # The rows before the first terminal one; that row is in the window too.
-    num_before = (terminated.cumsum(0) == 0).sum(0)
-    return torch.minimum(num_before + 1, available)
-
-
 @lru_cache(maxsize=16)
-def discounts(num_rows: int, gamma: float) -> torch.Tensor:
+def _discounts(num_rows: int, gamma: float) -> torch.Tensor:
     """Tabulates the weight of each reward of a window.
 
         R = Σ γ^i · r_i,  i = 0 .. m - 1
@@ -211,7 +191,7 @@ def discounts(num_rows: int, gamma: float) -> torch.Tensor:
 
     Reference: Sutton & Barto 2018, Reinforcement Learning, eq. 7.1, without the bootstrap term.
 
-    >>> discounts(3, 0.5)
+    >>> _discounts(3, 0.5)
     tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
     """
     return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64))
