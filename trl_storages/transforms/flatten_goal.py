@@ -90,23 +90,17 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         """
         arguments.mapping("parts", parts, "a mapping or TensorDict with the parts")
         batch_dims = arguments.optional(arguments.integer, "batch_dims", batch_dims)
-        there = list(
-            parts.keys(include_nested=True) if isinstance(parts, TensorDictBase) else parts
-        )
+        is_tensordict = isinstance(parts, TensorDictBase)
+        there = [*(parts.keys(include_nested=True) if is_tensordict else parts)]
         missing = [key for key in self.in_keys if key not in there]
         if missing:
             raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(there, key=str)}.")
         values = [torch.as_tensor(parts[key]) for key in self.in_keys]
         if batch_dims is None:
-            is_tensordict = isinstance(parts, TensorDictBase)
-            batch_dims = parts.batch_dims if is_tensordict else values[1].ndim - 1
+            batch_dims = parts.batch_dims if is_tensordict else max(values[1].ndim - 1, 0)
         shapes = [value.shape[batch_dims:] for value in values]
         self._learn(shapes, [value.dtype for value in values])
-        columns = [
-            value if shape else value.unsqueeze(-1)
-            for value, shape in zip(values, shapes, strict=True)
-        ]
-        return torch.cat(columns, -1)
+        return torch.cat([it.unsqueeze(-1) if it.ndim == batch_dims else it for it in values], -1)
 
     def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Splits what `flatten` joined.
@@ -134,10 +128,8 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
                 f"{', '.join(map(repr, self.in_keys))}, got the shape {list(flat.shape)}."
             )
         columns = flat.split(sizes, -1)  # type: ignore[no-untyped-call]
-        return {
-            key: column if shape else column.squeeze(-1)
-            for key, column, shape in zip(self.in_keys, columns, self._shapes, strict=True)
-        }
+        named = zip(self.in_keys, columns, self._shapes, strict=True)
+        return {key: column.view(*flat.shape[:-1], *shape) for key, column, shape in named}
 
     # TensorDicts
 
