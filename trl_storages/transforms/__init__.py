@@ -1,10 +1,9 @@
 """Transforms of sampled batches."""
 
 from trl_storages.transforms.base import ReplayTransform, parts_of
-from trl_storages.transforms.env_reward import gym_reward
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit
+from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit, gym_reward
 
 __all__ = [
     "FlattenGoal",

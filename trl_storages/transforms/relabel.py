@@ -5,12 +5,15 @@ Letters: B batch, n rows of a window, G goal shape, D rows that differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from gymnasium.vector import VectorEnv
 from tensordict import NestedKey
+from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Unsaved
@@ -18,16 +21,11 @@ from trl_storages.functional import relabelled_dtype
 from trl_storages.packed import PackedStorage, RowView
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit"]
+__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit", "gym_reward"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 
-
 _WHAT = "(achieved_goal, desired_goal, transition)"
-
-
-def _function(name: str, value: Any) -> GoalFunction | None:
-    return None if value is None else arguments.function(name, value, _WHAT)
 
 
 class GoalRelabel(ReplayTransform):
@@ -77,8 +75,8 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
-    reward_fn: Any = Unsaved(_function)
-    terminated_fn: Any = Unsaved(_function)
+    reward_fn: Any = Unsaved(partial(arguments.optional, arguments.function), _WHAT)
+    terminated_fn: Any = Unsaved(partial(arguments.optional, arguments.function), _WHAT)
 
     def __init__(
         self,
@@ -301,3 +299,54 @@ def _spread(mask: torch.Tensor, rows: RowView, values: torch.Tensor) -> torch.Te
 def _shown(part: Any) -> str:
     """Returns the name of a function, or the repr of anything else."""
     return getattr(part, "__name__", repr(part))
+
+
+class gym_reward:  # noqa: N801  (it is used as a function)
+    """Adapts the `compute_reward` of a gymnasium goal environment.
+
+    Goals are converted to NumPy and rewards back, so on a GPU each batch synchronises with the host:
+    write the reward with torch operations there.
+
+    Args:
+        env: a gymnasium environment, wrapped or not, or a TorchRL wrapper around one.
+
+    Raises:
+        TypeError: the environment has no `compute_reward`, or holds several environments.
+
+    >>> import gymnasium, trl_storages
+    >>> reward_fn = gym_reward(gymnasium.make("BitFlipping-v0", n_bits=2))
+    >>> reward_fn(torch.tensor([[0.0, 1.0], [1.0, 1.0]]), torch.ones(2, 2), {})
+    tensor([-1., 0.])
+    """
+
+    def __init__(self, env: Any) -> None:
+        base = env.base_env if isinstance(env, TransformedEnv) else env
+        if isinstance(base, (ParallelEnv, SerialEnv, VectorEnv)):
+            raise TypeError(
+                f"{type(base).__name__} holds several environments, maybe in other processes: give "
+                "gym_reward one made alike."
+            )
+        unwrapped = getattr(env, "unwrapped", env)
+        # TorchRL's wrappers hold gymnasium's environment as `_env`.
+        while not hasattr(unwrapped, "compute_reward") and hasattr(unwrapped, "_env"):
+            unwrapped = getattr(unwrapped._env, "unwrapped", unwrapped._env)
+        if not callable(getattr(unwrapped, "compute_reward", None)):
+            raise TypeError(
+                f"{env} has no compute_reward(achieved_goal, desired_goal, info): give GoalRelabel a "
+                "reward_fn of your own."
+            )
+        self.compute_reward = unwrapped.compute_reward
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({getattr(self.compute_reward, '__self__', self.compute_reward)})"
+
+    def __call__(
+        self,
+        achieved_goal: torch.Tensor,
+        desired_goal: torch.Tensor,
+        transition: Mapping[NestedKey, torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns the rewards `[B]` for goals `[B, *G]`."""
+        info = {key: value.cpu().numpy() for key, value in transition.items()}
+        reward = self.compute_reward(achieved_goal.cpu().numpy(), desired_goal.cpu().numpy(), info)
+        return torch.as_tensor(reward, device=achieved_goal.device)
