@@ -41,8 +41,7 @@ def factors(entry_words: int, frames: int) -> np.ndarray:
     mixed = np.arange(1, entry_words + frames + 3, dtype=np.uint64) * np.uint64(_START + 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST_FACTOR + 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND_FACTOR + 2**64)
-    found: np.ndarray = (mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)
-    return found
+    return (mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)
 
 
 @inlined

@@ -22,13 +22,11 @@ __all__ = [
     "GOAL_KINDS",
     "NEWEST",
     "OLDEST",
-    "below",
     "bounds",
     "changes",
     "draw",
     "fold",
     "goals",
-    "moved",
     "num_live",
     "sequences",
     "slots_between",
@@ -50,7 +48,7 @@ _AHEAD = 12
 
 
 @inlined
-def below(noise: int, bound: int) -> int:
+def _below(noise: int, bound: int) -> int:
     """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""
     if bound >= 1 << 31:
         return noise % bound
@@ -96,7 +94,7 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
         oldest[e], starts[e] = (cursor - count) % T, total
         total += count
     for i in range(len(noise)):
-        rank, e = below(noise[i], total), 0
+        rank, e = _below(noise[i], total), 0
         if E > 1:  # the last lane that begins at or before it
             high = E
             while high - e > 1:
@@ -151,7 +149,7 @@ def bounds(index: Any, slots: Any) -> Any:
 
 
 @inlined
-def moved(slot: int, steps: int, E: int, T: int) -> int:
+def _moved(slot: int, steps: int, E: int, T: int) -> int:
     """Returns the slot `steps` later in its lane, less than T."""
     first = slot // T * T if E > 1 else 0
     place = slot - first + steps
@@ -186,14 +184,14 @@ def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) 
             continue
         offset = 0
         if kind == _FUTURE:
-            offset = below(noise[i], end + 1)
+            offset = _below(noise[i], end + 1)
         elif kind == _FINAL:
             offset = end
         elif kind == _EPISODE:
-            offset = begin + below(noise[i], end - begin + 1)
+            offset = begin + _below(noise[i], end - begin + 1)
         elif kind == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
-        out[i] = moved(slots[i], offset, E, T)
+        out[i] = _moved(slots[i], offset, E, T)
         prefetch(where, out[i])
 
 
@@ -204,7 +202,7 @@ def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
     found = bounds(index, slots)
     for j in range(len(out)):
         for i in range(len(slots)):
-            out[j, i] = moved(slots[i], min(j, found[i, END]), E, T)
+            out[j, i] = _moved(slots[i], min(j, found[i, END]), E, T)
     for i in range(len(slots)):
         lengths[i] = min(len(out), found[i, END] + 1)
 
@@ -257,7 +255,7 @@ def sequences(
         for s in range(S):
             wanted = begin + s
             offset = min(max(wanted, low), high)
-            out[i, s] = moved(slots[i], offset, E, T)
+            out[i, s] = _moved(slots[i], offset, E, T)
             valid[i, s] = offset == wanted
             begins[i, s] = spans[e, episode[out[i, s]], FIRST] == step + offset
 

@@ -96,12 +96,6 @@ def level_starts(num_leaves: int) -> np.ndarray:
 
 
 @inlined
-def _mass_of(noise: int, total: float) -> float:
-    """Turns 63 random bits into a mass, uniform in [0, total)."""
-    return (noise >> 10) * 2.0**-53 * total
-
-
-@inlined
 def _child_at(sums: Any, first: int, rest: float) -> Any:
     """Finds the last of eight children of positive weight that begins at or below `rest`.
 
@@ -125,22 +119,17 @@ def _child_at(sums: Any, first: int, rest: float) -> Any:
 
 
 @inlined
-def _sum_of(sums: Any, first: int) -> float:
-    """Adds eight children by halves: 0 and 4, 1 and 5, and so on; then these sums likewise."""
-    even = (sums[first] + sums[first + 4]) + (sums[first + 2] + sums[first + 6])
-    odd = (sums[first + 1] + sums[first + 5]) + (sums[first + 3] + sums[first + 7])
-    return even + odd
-
-
-@inlined
 def _joined(nodes: Any, first: int, is_least: bool) -> float:
-    """Returns the sum of eight children, or the least of them."""
-    if not is_least:
-        return _sum_of(nodes, first)
-    least = nodes[first]
-    for j in range(1, FAN_OUT):
-        least = min(least, nodes[first + j])
-    return least
+    """Returns the least of eight children, or their sum."""
+    if is_least:
+        least = nodes[first]
+        for j in range(1, FAN_OUT):
+            least = min(least, nodes[first + j])
+        return least
+    # By halves: 0 and 4, 1 and 5, and so on; then these sums likewise.
+    even = (nodes[first] + nodes[first + 4]) + (nodes[first + 2] + nodes[first + 6])
+    odd = (nodes[first + 1] + nodes[first + 5]) + (nodes[first + 3] + nodes[first + 7])
+    return even + odd
 
 
 @loop
@@ -250,7 +239,7 @@ def draw_leaves(
     # The level of the node in which each draw is, and what is left of its mass there.
     levels, rest = np.empty(batch, np.int64), weights
     for i in range(batch):
-        rest[i] = _mass_of(noise[i], total)
+        rest[i] = (noise[i] >> 10) * 2.0**-53 * total  # uniform in [0, total)
         n = min(np.searchsorted(ends, rest[i], side="right"), highest)
         rest[i] -= ends[n - 1] if n else 0.0
         levels[i], leaves[i] = nodes[0, n], nodes[1, n]
