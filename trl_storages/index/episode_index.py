@@ -82,12 +82,7 @@ class EpisodeIndex:
     """
 
     def __init__(
-        self,
-        capacity: int,
-        num_envs: int = 1,
-        *,
-        stack: int = 1,
-        max_entries: int | None = None,
+        self, capacity: int, num_envs: int = 1, *, stack: int = 1, max_entries: int | None = None
     ) -> None:
         if num_envs < 1 or capacity < 2 * num_envs:
             raise ValueError(
@@ -168,8 +163,7 @@ class EpisodeIndex:
         return ends - firsts
 
     def __len__(self) -> int:
-        live: int = draws.num_live(self._lanes)
-        return live
+        return draws.num_live(self._lanes)
 
     @property
     def is_full(self) -> bool:
@@ -363,10 +357,10 @@ class EpisodeIndex:
         slots: np.ndarray,
         noise: np.ndarray,
         kinds: np.ndarray,
-        steps: np.ndarray = _NO_STEPS,
+        steps: np.ndarray | None = None,
     ) -> np.ndarray:
         """Draws the rows whose achieved goals become the new goals; see `kernels.draws.goals`."""
-        found = np.empty(len(slots), np.int64)
+        found, steps = np.empty(len(slots), np.int64), _NO_STEPS if steps is None else steps
         draws.goals(self.tables, slots, noise, kinds, steps, found)
         return found
 

@@ -6,6 +6,7 @@ Letters: B batch, k goals per transition.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
@@ -24,7 +25,7 @@ from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.uniform import WrappingSampler
 
-__all__ = ["GoalMixture", "GoalStrategy", "HERSampler", "geometric_steps", "kinds_of_batch"]
+__all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
 
 GoalStrategy = Literal["future", "final", "episode", "random", "geometric", "current"]
 #: Strategy (a name or an enum member) -> its share of the relabelled transitions.
@@ -36,11 +37,10 @@ _CHANCES = 2**24
 _NEAR = 1e-6
 
 
-def _strategy(name: str, value: Any) -> str | dict[str, float]:
+def _strategy(name: str, value: Any) -> Any:
     """Returns a strategy, or a mixture of them whose shares sum to 1."""
     if not isinstance(value, Mapping):
-        strategy: str = arguments.choice(name, value, GOAL_KINDS)
-        return strategy
+        return arguments.choice(name, value, GOAL_KINDS)
     mixture = {
         arguments.choice(f"a name of {name}", key, GOAL_KINDS): arguments.number(
             f"{name}[{key!r}]", share, at_least=0, at_most=1
@@ -161,15 +161,13 @@ class HERSampler(WrappingSampler):
         own, strategy = noise[0], self.strategy
         mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)
         if len(own) > 1:
-            kinds = kinds_of_batch(len(own), self.num_goals, mixture)
+            kinds = _kinds_of_batch(len(own), self.num_goals, mixture)
         else:  # the floor would always be 0
-            kind = _kind_by_chance(int(own[0]), self.num_goals, mixture)
-            kinds = np.full(1, kind, np.uint8)
-        steps: tuple[np.ndarray, ...] = ()
-        if "geometric" in dict(mixture):
-            steps = (geometric_steps(torch.from_numpy(own), self.discount).numpy(),)
+            kinds = np.full(1, _kind_by_chance(int(own[0]), self.num_goals, mixture), np.uint8)
+        is_geometric = "geometric" in dict(mixture)
+        steps = _geometric_steps(own, self.discount) if is_geometric else None
         index_key, mask_key = self._entries
-        info[index_key] = storage.episodes.goals(slots, own, kinds, *steps)
+        info[index_key] = storage.episodes.goals(slots, own, kinds, steps)
         info[mask_key] = kinds > 0
         return slots, info
 
@@ -192,7 +190,7 @@ def _numbered(mixture: _Mixture) -> tuple[list[int], list[float]]:
 
 
 @lru_cache(maxsize=16)
-def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray:
+def _kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray:
     """Returns how the goal of each transition of a batch is drawn.
 
     floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The strategies alternate
@@ -206,7 +204,7 @@ def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray
     Returns:
         `[B]` uint8 of `GOAL_KINDS`, or 0 for a transition that keeps its goal. It must not be changed.
 
-    >>> kinds_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
+    >>> _kinds_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
     [0, 1, 3, 1, 0, 3, 1, 3]
     """
     kinds, shares = _numbered(mixture)
@@ -220,7 +218,7 @@ def kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray
 
 
 def _kind_by_chance(noise: int, num_goals: float, mixture: _Mixture) -> int:
-    """Chooses at random how the goal of a single transition is drawn, as `kinds_of_batch` of many.
+    """Chooses at random how the goal of a single transition is drawn, as `_kinds_of_batch` of many.
 
     Args:
         noise: a random number of 63 bits; the lowest are used, nearly independent of what else is drawn
@@ -234,11 +232,10 @@ def _kind_by_chance(noise: int, num_goals: float, mixture: _Mixture) -> int:
         if not rest:
             return 0
     chance = noise % _CHANCES / _CHANCES
-    bounds = zip(kinds, accumulate(shares), strict=True)
-    return next((kind for kind, bound in bounds if chance < bound), kinds[-1])
+    return kinds[min(bisect([*accumulate(shares)], chance), len(kinds) - 1)]
 
 
-def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
+def _geometric_steps(noise: np.ndarray, discount: float) -> np.ndarray:
     """Draws how many steps ahead geometric goals lie.
 
         P(k) = (1 - γ) γ^k,  k = floor(log(1 - u) / log γ)
@@ -253,6 +250,7 @@ def geometric_steps(noise: torch.Tensor, discount: float) -> torch.Tensor:
     Reference: Eysenbach et al. 2021, C-Learning, arXiv:2011.08909.
     """
     if discount in (0, 1):
-        beyond = math.inf if discount else 0
-        return torch.full_like(noise, beyond, dtype=torch.float64)
-    return noise.double().mul_(-(2.0**-63)).log1p_().div_(math.log(discount))
+        return np.full(len(noise), math.inf if discount else 0.0)
+    # By torch: NumPy's logarithm may round otherwise on another processor.
+    chance = torch.from_numpy(noise).double().mul_(-(2.0**-63))
+    return chance.log1p_().div_(math.log(discount)).numpy()

@@ -32,11 +32,7 @@ class Priorities:
     """
 
     def __init__(
-        self,
-        storage: PackedStorage,
-        alpha: float,
-        eps: float,
-        largest: float | None = None,
+        self, storage: PackedStorage, alpha: float, eps: float, largest: float | None = None
     ) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
@@ -148,5 +144,4 @@ class Priorities:
         if self._least is None:
             self._least, every = np.full(len(self.sums), np.inf), np.arange(self.index.capacity)
             tree.set_leaves(self._least, self.starts, True, every, self.sums[self.starts[-2] :])
-        found: float = tree.least_within(self._least, self.starts, ranges)
-        return found
+        return tree.least_within(self._least, self.starts, ranges)

@@ -153,10 +153,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             )
         slots, weights, total, ranges = priorities.draw(noise[0], window)
         if self.normalize == "none":
-            count = len(storage.episodes)
-            if window is not None:
-                count = int(storage.episodes.fill.clip(max=window).sum())
-            top = total / count
+            within = storage.episodes.steps_per_lane if window is None else window
+            top = total / storage.episodes.fill.clip(max=within).sum()
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((top / weights) ** self.beta).astype(np.float32)
@@ -258,7 +256,7 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
         ValueError: one is negative or not finite, or there is another number of them.
     """
     given = arguments.values("priority", priority).detach()
-    values: np.ndarray = given.float().cpu().numpy().reshape(-1)
+    values = given.float().cpu().numpy().reshape(-1)
     if len(values) not in (1, num_rows):
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."

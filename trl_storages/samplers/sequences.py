@@ -13,13 +13,13 @@ from torch import Tensor
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments, keys
-from trl_storages.kernels.draws import BOUNDARIES
 from trl_storages.packed import PackedStorage
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
 Boundary = Literal["pad", "fit", "cross"]
 
+# Ways in which a sequence is kept within an episode, and what TorchRL calls them.
 _THEIR_NAMES = {"pad": "pad", "fit": "stop", "cross": "include_reset"}
 
 
@@ -70,7 +70,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         self, length: int, burn_in: int = 0, bootstrap: int = 0, *, boundary: Boundary = "pad"
     ) -> None:
         #: "pad", "fit" or "cross".
-        self.boundary: str = arguments.choice("boundary", boundary, BOUNDARIES)
+        self.boundary: str = arguments.choice("boundary", boundary, _THEIR_NAMES)
         super().__init__(
             arguments.integer("length", length, at_least=1),
             episode_boundary=_THEIR_NAMES[self.boundary],

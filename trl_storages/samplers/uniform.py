@@ -49,8 +49,7 @@ class Epoch:
     def order(self) -> np.ndarray:
         """`[N]` ranks of the rows, which are counted lane by lane, oldest first."""
         size, generator = int((self.cursors - self.tails).sum()), torch.Generator()
-        order: np.ndarray = torch.randperm(size, generator=generator.manual_seed(self.seed)).numpy()
-        return order
+        return torch.randperm(size, generator=generator.manual_seed(self.seed)).numpy()
 
     def live_slots(self, index: EpisodeIndex, begin: int, end: int) -> np.ndarray:
         """Returns the slots of rows `begin` to `end` in order, but of those that were evicted since."""
