@@ -253,23 +253,17 @@ class EpisodeIndex:
         cursors = self.cursors.copy()
         return np.minimum(self.tails, cursors), cursors
 
-    def _slots(self, firsts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Lists the slots of steps `firsts` to `ends` of each lane."""
-        slots = np.empty(int((ends - firsts).sum()), np.int64)
-        draws.slots_between(self.tables, firsts, ends, slots)
-        return slots
-
     # Answers: all rows as tensors, and of slots that are asked for, on the host, tensors of tensors and
     # arrays of arrays
 
     def live_slots(self) -> torch.Tensor:
         """Returns the slots of all rows, lane by lane, oldest first, `[len]` int64."""
-        return torch.from_numpy(self._slots(*self._live()))
+        return torch.from_numpy(draws.slots_between(self.tables, *self._live()))
 
     def slots_by_age(self) -> torch.Tensor:
         """Returns the slots of all rows, oldest first: by how many steps of their lane came after."""
         firsts, ends = self._live()
-        slots = self._slots(firsts, ends)
+        slots = draws.slots_between(self.tables, firsts, ends)
         age = np.concatenate([np.arange(rows, 0, -1) for rows in ends - firsts])
         return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
 

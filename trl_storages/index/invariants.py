@@ -33,8 +33,7 @@ def kept(index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         )
     firsts = np.minimum(tails, np.maximum(cursors - 1, 0))
     counts = cursors - firsts
-    slot = np.empty(counts.sum(), np.int64)
-    draws.slots_between(index, firsts, cursors, slot)
+    slot = draws.slots_between(index, firsts, cursors)
     step = np.arange(len(slot)) + (cursors - counts.cumsum()).repeat(counts)
     return np.arange(len(lanes)).repeat(counts), step, slot
 

@@ -1,6 +1,6 @@
 """Draws of rows, goals, windows and sequences: arithmetic of slots; and sums over windows.
 
-An `index` is the tuple of `kernels`; whatever lies beyond the cursors counts for nothing.
+An `index` is that of `kernels`; whatever lies beyond the cursors counts for nothing.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
 
 Letters: B batch, E lanes, T steps a lane, n rows of a window, S rows of a sequence.
@@ -261,15 +261,16 @@ def sequences(
 
 
 @loop
-def slots_between(index: Any, firsts: Any, ends: Any, out: Any) -> None:
-    """Lists the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
-    T, i = index[STEPS], 0
+def slots_between(index: Any, firsts: Any, ends: Any) -> Any:
+    """Returns the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
+    T, i, slots = index[STEPS], 0, np.empty((ends - firsts).sum(), np.int64)
     for e in range(len(firsts)):
         place = firsts[e] % T
         for _ in range(firsts[e], ends[e]):
-            out[i] = e * T + place
+            slots[i] = e * T + place
             place = place + 1 if place + 1 < T else 0
             i += 1
+    return slots
 
 
 @loop
@@ -291,8 +292,5 @@ def changes(index: Any, before: Any, now: Any, began_anew: bool) -> Any:
         tail, oldest = min(now[e, TAIL], cursor), min(before[e, TAIL], seen)
         firsts[0, e], ends[0, e] = oldest, seen if began_anew else min(seen, tail)
         firsts[1, e], ends[1, e] = tail if began_anew else max(seen, tail), cursor
-    gone = np.empty((ends[0] - firsts[0]).sum(), np.int64)
-    new = np.empty((ends[1] - firsts[1]).sum(), np.int64)
-    slots_between(index, firsts[0], ends[0], gone)
-    slots_between(index, firsts[1], ends[1], new)
-    return gone, new
+    gone = slots_between(index, firsts[0], ends[0])
+    return gone, slots_between(index, firsts[1], ends[1])
