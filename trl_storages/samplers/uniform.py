@@ -25,7 +25,7 @@ __all__ = ["UniformSampler", "WrappingSampler", "own_sampler"]
 
 
 @dataclass(frozen=True, eq=False)
-class Epoch:
+class _Epoch:
     """The rows that were live when an epoch began, in an order that follows from its seed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Epoch:
 
 
 _MOST = 2**53
-_NONE = Epoch(0, np.empty(0, np.int64), np.empty(0, np.int64))
+_NONE = _Epoch(0, np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class UniformSampler(OwnSampler):
@@ -110,7 +110,7 @@ class UniformSampler(OwnSampler):
         while num_found < len(noise):
             if at == len(epoch.order):
                 has_run_out |= num_found > 0
-                epoch = Epoch(int(noise[num_found]), index.tails.copy(), index.cursors.copy())
+                epoch = _Epoch(int(noise[num_found]), index.tails.copy(), index.cursors.copy())
                 at = 0
             end = min(at + len(noise) - num_found, len(epoch.order))
             found.append(epoch.live_slots(index, at, end))
@@ -143,7 +143,7 @@ class UniformSampler(OwnSampler):
             np.array([arguments.integer("a step", step, at_most=_MOST) for step in steps], np.int64)
             for steps in bounds
         )
-        epoch = Epoch(arguments.integer("seed", seed), tails, cursors)
+        epoch = _Epoch(arguments.integer("seed", seed), tails, cursors)
         is_ordered = len(tails) == len(cursors) and (tails <= cursors).all()
         if not is_ordered or arguments.integer("drawn", drawn) > (cursors - tails).sum():
             raise ValueError(
