@@ -71,8 +71,8 @@ class Priorities:
             self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
             self.largest = max(self.largest, self._largest_of(changed))
-            self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
             self._known[changed] = self.raw[changed]
+            self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
 
     def _largest_of(self, slots: np.ndarray) -> float:
         """Returns the largest raw priority of some rows, 0 if none was set."""
@@ -81,12 +81,13 @@ class Priorities:
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Sets the weights of live rows; who writes rows keeps the raw priority of new ones."""
-        weights, sets = np.empty(len(slots)), self._known is None
-        tree.weigh(self.raw, slots, self.of_new, self.alpha, self.eps, sets, weights)
+        weights, of_weights = np.empty(len(slots)), (self.of_new, self.alpha, self.eps)
         if self._known is None:
+            tree.weigh(self.raw, slots, *of_weights, True, weights)
             self.index.num_updates[0] += 1
-        else:
+        else:  # another process may set them meanwhile
             self._known[slots] = self.raw[slots]
+            tree.weigh(self._known, slots, *of_weights, False, weights)
         self._set(slots, weights)
 
     def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
