@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from contract.lanes import Lanes, ends
+from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import assemble, library, make_for
 from contract.steps import assert_batches, assert_same, reward_fn
 from tensordict import TensorDict
@@ -251,6 +251,13 @@ class TestAudit:
         assert minus_one == -one
         assert abs(one) > 1
         assert more == other + 0.25
+
+    def test_of_the_newest_rows(self):
+        relabel = GoalRelabel(lambda achieved, *_: torch.full((len(achieved),), 999))
+        storage = assemble(24, 2, transform=relabel, sampler=HERSampler())
+        lanes = HISTORIES["unequal fill"].write(storage)
+        audit = relabel.audit(storage, 6)
+        assert {*lanes.of(storage[audit.slots])} == {*lanes.newest(6)}
 
 
 class TestGymReward:
