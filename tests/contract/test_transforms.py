@@ -1,6 +1,7 @@
 """Goals and rewards made anew, as one vector, compared with those that are stored."""
 
 import re
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -195,9 +196,23 @@ class TestFlattenGoal:
             torch.testing.assert_close(after["observation_vector"], wanted, equal_nan=True)
             assert ("desired_goal" in [*after.keys()]) is not del_keys
 
+    def test_numbers_are_vectors_of_one(self):
+        """And a desired goal that there is not under `next` stays."""
+        parts, after = ({key: torch.rand(4) for key in self.PARTS[:n]} for n in (3, 2))
+        flatten = library.FlattenGoal()
+        batch = flatten(TensorDict({**parts, "next": after}, [4]))
+        for branch, wanted in ((batch, parts), (batch["next"], {**parts, **after})):
+            flat = branch["observation_vector"]
+            assert torch.equal(flat, torch.stack([*wanted.values()], 1))
+            assert_same(TensorDict(flatten.unflatten(flat), [4]), TensorDict(wanted, [4]))
+        # As a storage holds them.
+        space = gymnasium.spaces.Dict(dict.fromkeys(self.PARTS, gymnasium.spaces.Box(0, 9, ())))
+        assert library.FlattenGoal(space).unflatten(flat)["observation"].shape == (4, 1)
+
     @pytest.mark.parametrize("del_keys", [False, True])
-    def test_as_a_transform_of_an_environment(self, del_keys):
-        base = GymEnv("BitFlipping-v0", n_bits=4, categorical_action_encoding=True)
+    def test_as_a_transform_of_an_environment_or_of_several(self, del_keys):
+        make = partial(GymEnv, "BitFlipping-v0", n_bits=4, categorical_action_encoding=True)
+        base = make() if del_keys else SerialEnv(2, make)
         env = TransformedEnv(base, library.FlattenGoal(del_keys=del_keys))
         check_env_specs(env)
         rollout = env.rollout(3)
