@@ -129,6 +129,7 @@ WRITES = {
             ("a first row that is terminal and not done", terminal(0), ValueError),
             ("a last row that is terminal and not done", terminal(-1), ValueError),
             ("a shape", lambda d: d.set("action", torch.zeros(2, 3, 5)), ValueError),
+            ("padding", lambda d: d.set("collector", {"mask": torch.eye(2, 3).bool()}), ValueError),
             (
                 "a dtype",
                 lambda d: d.set("observation", d["observation"].double()),
