@@ -485,8 +485,9 @@ def test_an_empty_storage_says_what_is_missing(place, kind):
     storage = make(kind, place=place)
     for _ in range(2):
         assert not storage.can_sample()
-        with pytest.raises(RuntimeError, match="write"):
-            storage.sample()
+        for draw in (storage.sample, partial(storage.sample_episodes, 1)):
+            with pytest.raises(RuntimeError, match="write"):
+                draw()
         storage.extend(rows(Player().play([4])))
         assert storage.can_sample()
         storage.empty()
