@@ -385,6 +385,18 @@ def test_flat_batches_of_any_streams(seed):
         assert seen[0] == seen[1]
 
 
+@pytest.mark.requirement("flat-batches")
+def test_new_trajectories_go_where_episodes_are_over_or_were_left_longest_ago():
+    storage, player = make(lanes=2, size=40, on_gap="ignore"), Player()
+    # The lane that trajectory 9 gets is cut; 5 and 6 come after both are over.
+    turns = [([7, 8], "", [0, 1]), ([7], "", [0]), ([9], "", [1]), ([9], "terminated", [1])]
+    turns += [([7], "terminated", [0]), ([5, 6], "", [0, 1])]
+    for numbers, end, lanes in turns:
+        data = rows([player.step(end) for _ in numbers])
+        data["collector", "traj_ids"] = torch.tensor(numbers)
+        assert storage.episodes.lanes_of(storage.extend(data)).tolist() == lanes
+
+
 def lengths(storage):
     """{id: how many steps of its episode follow, itself included}, of all rows."""
     found = {}
