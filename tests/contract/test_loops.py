@@ -18,6 +18,7 @@ INFO_KEYS = {
 }
 
 _THREE = spaces.Discrete(3)
+_ONE = np.broadcast_to(np.int32(1), ())  # which may not be written
 
 
 class CountingEnv(gymnasium.Env):
@@ -321,7 +322,7 @@ class TestValues:
     """What a loop hands over is copied, and cast where nothing is lost."""
 
     def recorded(self, observation, action, reward, space=_THREE):
-        box = spaces.Box(-9, 9, (2,), np.float32)
+        box = spaces.Box(-9, 9, observation.shape, np.float32)
         storage = make_of(box, space)
         for _ in range(2):
             storage.record(observation, action, reward, False, False, {}, observation)
@@ -332,14 +333,16 @@ class TestValues:
         [
             np.float32([1, 2]),
             np.float32([1, 0, 2, 0])[::2],
+            np.array([1, 2], ">f4"),
+            np.float16([[1, 2]])[::-1],
             torch.tensor([1.0, 2.0]),
             torch.tensor([1.0, 2.0], requires_grad=True),
         ],
     )
-    @pytest.mark.parametrize("action", [1, np.int32(1), np.array(1), torch.tensor(1)])
+    @pytest.mark.parametrize("action", [1, _ONE, np.array(1), torch.tensor(1)])
     def test_forms(self, observation, action):
         rows = self.recorded(observation, action, np.float64(0.5))
-        assert rows["observation"].tolist() == [[1, 2]] * 2
+        assert rows["observation"].reshape(2, 2).tolist() == [[1, 2]] * 2
         assert rows["action"].tolist() == [1, 1]
         assert rows["next", "reward"].tolist() == [[0.5]] * 2
 
