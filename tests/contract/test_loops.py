@@ -215,15 +215,20 @@ class TestRefused:
                 return before, action, *outcome, after
             before = after
 
-    @pytest.mark.parametrize("without", ["final_obs", "everything"])
-    def test_infos_without_the_last_observation(self, without):
+    LACKING = {
+        "everything": (lambda _: {}, "final_obs"),
+        "a last observation": (lambda it: {**it, "_final_obs": np.zeros(3, bool)}, "final_obs"),
+        "what was before the reset": (lambda it: {**it, "final_info": {}}, "force"),
+        "an entry of one": (lambda it: {**it, "_force": np.zeros(3, bool)}, "force"),
+    }
+
+    @pytest.mark.parametrize(("change", "named"), LACKING.values(), ids=LACKING)
+    def test_infos_that_lack_something(self, change, named):
         envs = SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
-        storage = make_for(envs, size=90)
+        storage = make_for(envs, size=90, info_keys=INFO_KEYS)
         *step, infos, after = self.step_that_ends(envs)
-        names = [name for name in infos if without == "everything" or "final_obs" in name]
-        broken = {name: value for name, value in infos.items() if name not in names}
-        with pytest.raises((KeyError, ValueError), match="final_obs"):
-            storage.record(*step, broken, after)
+        with pytest.raises((KeyError, ValueError), match=named):
+            storage.record(*step, change(infos), after)
         assert len(storage) == 0
         storage.record(*step, infos, after)
         assert len(storage) == 3
@@ -244,15 +249,13 @@ class TestRefused:
             record()
 
     def test_values_for_another_number_of_environments(self):
-        envs = SyncVectorEnv([CountingEnv] * 2, autoreset_mode=AutoresetMode.DISABLED)
-        storage = make_for(
-            SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED), size=90
+        two, three = (
+            SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=AutoresetMode.DISABLED)
+            for num_envs in (2, 3)
         )
-        before, _ = envs.reset(seed=[0, 1])
-        action = policy(before, envs.single_action_space)
-        after, *outcome = envs.step(action)
+        storage = make_for(two, size=90)
         with pytest.raises((ValueError, TypeError)):
-            storage.record(before, action, *outcome, after)
+            storage.record(*self.step_that_ends(three))
         assert len(storage) == 0
 
 
