@@ -385,3 +385,10 @@ def test_end_episodes_in_a_loop_that_resets_early():
     batch = storage.sample(50)
     assert (batch["steps_to_next_obs"] == 1).all()
     assert torch.equal(batch["next", "observation"][:, 0], batch["observation"][:, 0])
+    # No step is skipped, as the one after an end would be.
+    envs = SyncVectorEnv([CountingEnv] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+    storage = make_for(envs, size=90)
+    for _ in range(3):
+        play(envs, storage, 1)
+        storage.end_episodes()
+    assert len(storage) == 6
