@@ -162,6 +162,10 @@ class TestOneAtATime:
             batch["td_error"] = torch.where(ids == ids[0], 1e9, 1e-3)
             storage.update_tensordict_priority(batch)
             assert {*ids_of(reader.sample(64)).tolist()} == {int(ids[0])}
+        # New rows have the largest, also before the writer looks at them.
+        storage.update_tensordict_priority(batch, 2 * batch["td_error"])
+        write_on(storage, Script(1, 9000), written, 1)
+        assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
 
     def test_it_writes_nothing(self, tmp_path):
         storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
