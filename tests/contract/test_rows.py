@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract.make import LAYOUTS, make
+from contract.make import LAYOUTS, assemble, make
 from contract.steps import Player, assert_same, ids_of, play, record, rows, write
 
 pytestmark = pytest.mark.requirement("stored-once")
@@ -57,3 +57,10 @@ def test_too_few_entries_are_said_once(place):
         whole = make(place=place, size=1000)
         whole.extend(rows(steps))
         assert_same(whole[:], rows(steps[-1000:]))
+
+
+def test_a_step_of_a_loop_lacks_what_only_batches_tell():
+    storage, data = assemble(20), rows(Player().play([4])).exclude("effort")
+    storage.extend(data.set(("next", "cost"), torch.ones(4)))
+    with pytest.raises(KeyError, match=r"cost[\s\S]*extend"):
+        record(storage, [Player().step()])
