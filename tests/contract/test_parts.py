@@ -269,15 +269,17 @@ class TestWaiting:
 
 
 @pytest.mark.requirement("generation")
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_iteration_ends_with_the_epoch(prefetch):
+@pytest.mark.parametrize(("prefetch", "has_goals"), [(0, False), (3, False), (0, True)])
+def test_an_iteration_ends_with_the_epoch(prefetch, has_goals):
     """Also within a batch, of which the first row alone is of the old one."""
-    sampler = library.UniformSampler(without_replacement=True)
-    storage = assemble(40, batch_size=4, sampler=sampler, prefetch=prefetch)
+    sampler, transform = library.UniformSampler(without_replacement=True), None
+    if has_goals:
+        sampler, transform = HERSampler(base=sampler), GoalRelabel(lambda goal, *_: goal[:, 0])
+    storage = assemble(40, batch_size=4, sampler=sampler, transform=transform, prefetch=prefetch)
     lanes = Lanes(40)
     lanes.write(storage, [ends([5, 3])])
     for _ in range(3):
-        epoch = [step for batch in storage for step in lanes.of(batch)]
+        epoch = [step for _, it in zip(range(9), storage, strict=False) for step in lanes.of(it)]
         assert Counter(epoch) == dict.fromkeys(lanes.live(), 1)
     storage.synchronize()
     lanes.write(storage, [ends([], 1)])
