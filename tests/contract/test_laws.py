@@ -77,18 +77,17 @@ class TestUniform:
 class TestEpochs:
     @pytest.mark.parametrize(
         ("history", "batch_size"),
-        [("unequal fill", 1), ("unequal fill", 4), ("unequal fill", 16), ("one lane wrapped", 4)],
+        [("unequal fill", 1), ("unequal fill", 5), ("unequal fill", 16), ("one lane wrapped", 4)],
     )
     def test_each_row_comes_once_an_epoch(self, history, batch_size):
         sampler = UniformSampler(without_replacement=True)
         storage, lanes = filled(HISTORIES[history], sampler=sampler)
-        orders = []
-        for _ in range(3):
-            drawn = []
-            while len(drawn) < len(lanes.live()):
-                drawn += lanes.of(storage.sample(batch_size))
-            assert Counter(drawn) == Counter(lanes.live())
-            orders.append(drawn)
+        size, drawn = len(lanes.live()), []
+        while len(drawn) < 3 * size:
+            drawn += (steps := lanes.of(storage.sample(batch_size)))
+            assert len(steps) == batch_size
+        orders = [drawn[size * epoch : size * (epoch + 1)] for epoch in range(3)]
+        assert [Counter(order) for order in orders] == [Counter(lanes.live())] * 3
         assert orders[0] != orders[1] != orders[2]
 
     def test_an_epoch_is_of_the_rows_that_are_live_at_its_beginning(self):
