@@ -122,15 +122,18 @@ class TestEpochs:
             drawn = [step for batch in storage for step in lanes.of(batch)]
             assert Counter(drawn) == Counter(lanes.live())
 
-    def test_an_emptied_storage_begins_an_epoch(self, place):
+    @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3)])
+    def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
         sampler = UniformSampler(without_replacement=True)
         storage, lanes = assemble(10, place=place, sampler=sampler), Lanes(10)
-        lanes.write(storage, [ends([4, 6])])
-        storage.sample(4)
+        lanes.write(storage, [ends([4])])
+        storage.sample(2)
+        storage.set_sampler(sampler if is_drawing else UniformSampler())
         storage.empty()
+        storage.set_sampler(sampler)
         lanes = Lanes(10)
-        lanes.write(storage, [ends([3])])
-        assert Counter(lanes.of(storage.sample(3))) == Counter(lanes.live())
+        lanes.write(storage, [ends([num_rows])])
+        assert Counter(lanes.of(storage.sample(num_rows))) == Counter(lanes.live())
 
     def test_all_orders_are_as_likely(self):
         storage, lanes = assemble(3, sampler=UniformSampler(without_replacement=True)), Lanes(3)
