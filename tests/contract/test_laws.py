@@ -193,14 +193,16 @@ class TestGoals:
 
     @pytest.mark.requirement("goal-geometric")
     @each_history
-    def test_geometric_offsets_are_cut_to_the_episode(self, history):
-        sampler = HERSampler("geometric", float("inf"), discount=0.6)
+    @pytest.mark.parametrize("discount", [0.6, 0, 1])
+    def test_geometric_offsets_are_cut_to_the_episode(self, history, discount):
+        sampler = HERSampler("geometric", float("inf"), discount=discount)
         storage, lanes = filled(history, **relabelling(sampler))
 
         def law_of(step):
             *before, last = lanes.onward(step)
-            law = {other: 0.4 * 0.6**k for k, other in enumerate(before)}
-            return {**law, last: 0.6 ** len(before)}
+            law = {other: (1 - discount) * discount**k for k, other in enumerate(before)}
+            law[last] = discount ** len(before)
+            return {other: share for other, share in law.items() if share}
 
         assert_goals(relabelled(storage, lanes, 500 * len(lanes.live())), law_of)
 
