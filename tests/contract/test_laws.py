@@ -252,11 +252,12 @@ class TestGoals:
         assert abs(batches.float().mean() - part) < 0.1
 
     @pytest.mark.requirement("goal-mixtures")
-    def test_a_mixture_in_exact_counts(self):
+    @pytest.mark.parametrize("last", ["final", "geometric"])
+    def test_a_mixture_in_exact_counts(self, last):
         """By largest remainder, of which any part of the batch has its share."""
-        mixture = {"future": 0.5, "final": 0.3, "current": 0.2}
+        sampler = HERSampler({"future": 0.5, last: 0.3, "current": 0.2}, 4, discount=1)
         # So many that no future goal is by chance one of the others.
-        storage, lanes = assemble(100_000, **relabelling(HERSampler(mixture, 4))), Lanes(100_000)
+        storage, lanes = assemble(100_000, **relabelling(sampler)), Lanes(100_000)
         lanes.write(storage, [ends([], 100_000)])
         for size, counts in ((125, [50, 30, 20]), (9, [4, 2, 1]), (256, [102, 61, 41])):
             batch = storage.sample(size)
