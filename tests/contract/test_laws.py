@@ -11,7 +11,7 @@ import torch
 from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import PLACES, assemble, library, make
 from contract.model import folded
-from contract.steps import ids_of, reward_fn
+from contract.steps import ids_of, reward_fn, rows
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -281,17 +281,21 @@ class TestGoals:
     @pytest.mark.requirement("two-goals")
     def test_two_goals_in_one_batch(self):
         base = HERSampler("final", float("inf"))
-        sampler = HERSampler("current", float("inf"), goal_key="actor_goal", base=base)
+        sampler = HERSampler("current", 1, goal_key="actor_goal", base=base)
         relabel = [
             GoalRelabel(None, goal_key="actor_goal"),
             GoalRelabel(reward_fn, info_keys=["effort"]),
         ]
         storage, lanes = filled(HISTORIES["lanes"], sampler=sampler, transform=relabel)
         batch = storage.sample(64)
-        for key, strategy in (("desired_goal", "final"), ("actor_goal", "current")):
+        is_own = batch["actor_goal"][:, 1] == -1
+        assert int(is_own.sum()) == 32
+        stored, new = rows(lanes.of(batch))["desired_goal"], batch[~is_own]
+        assert torch.equal(batch["actor_goal"][is_own], stored[is_own])
+        for key, strategy, it in (("desired_goal", "final", batch), ("actor_goal", "current", new)):
             assert torch.equal(batch[key], batch["next", key])
-            wanted = [lanes.goals(step, strategy) for step in lanes.of(batch)]
-            assert [[goal] for goal in lanes.reaching(batch[key])] == wanted
+            wanted = [lanes.goals(step, strategy) for step in lanes.of(it)]
+            assert [[goal] for goal in lanes.reaching(it[key])] == wanted
         reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
         assert torch.equal(batch["next", "reward"], reward.unsqueeze(-1))
 
