@@ -329,7 +329,7 @@ class TestPriorities:
         history = HISTORIES["unequal fill"]
         storage = assemble(history.size, history.lanes, sampler=sampler)
         lanes = history.write(storage)
-        raw = self.report(storage, lanes, lambda step: 1.0 + step.id % 4)
+        raw = self.report(storage, lanes, lambda step: 0.5 + step.id % 4)
         assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
 
     def report(self, storage, lanes, priority):
