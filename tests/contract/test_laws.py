@@ -364,6 +364,7 @@ class TestPriorities:
         storage.update_priority(index, torch.tensor([9.0, 4.0, 1.0, 2.0]))
         first = dict(zip(lanes.live(), [9.0, 4.0, 1.0, 2.0], strict=True))
         lanes.write(storage, [ends([], 2)])
+        assert storage.sampler.priorities.tolist() == [9, 4, 1, 2, 9, 9, math.inf, math.inf]
         assert_priorities(storage, lanes, {s: first.get(s, 9.0) for s in lanes.live()}, 0.5)
         # The largest so far is evicted, and stays the largest so far.
         lanes.write(storage, [ends([], 3)])
