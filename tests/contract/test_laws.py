@@ -592,10 +592,11 @@ class TestRecency:
         sampler = ERESampler(0.9, c_min=window, base=per)
         storage, lanes = assemble(size, 2, sampler=sampler), Lanes(size, 2)
         index = lanes.write(storage, [ends([9, 8] * (size // 40), 6)] * 2)
-        kept = index.flatten() >= 0
         raw = {s: 0.5 + s.id % 5 for lane in lanes.lanes for s in lane}
-        priority = torch.tensor([*raw.values()])
-        storage.update_priority(index.flatten()[kept], priority[kept])
+        # The last ones are of rows that gave way at once.
+        index, priority = index.flatten().flip(0), torch.tensor([*raw.values()]).flip(0)
+        storage.update_priority(index, priority)
+        assert torch.equal(per.priorities[index[index >= 0]], priority[index >= 0])
         sampler.begin_phase(1)
         raw = {step: raw[step] for step in lanes.newest(window)}
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
