@@ -422,6 +422,8 @@ class TestPriorities:
         index = lanes.write(storage, [ends([2])])[0]
         storage.update_priority(index, torch.tensor([0.0, 0.5]))
         assert_priorities(storage, lanes, dict(zip(lanes.live(), [0.5, 1.0], strict=True)), 1.0)
+        storage.sampler.eps = 0.25
+        assert_priorities(storage, lanes, dict(zip(lanes.live(), [0.25, 0.75], strict=True)), 1.0)
 
     def test_rows_may_be_written_with_a_priority(self):
         storage, lanes = make("prioritized", size=8, alpha=1.0, beta=1.0), Lanes(8)
