@@ -459,15 +459,17 @@ class TestPriorities:
             storage.alpha = alpha
             assert_priorities(storage, lanes, raw, alpha)
 
-    def test_priorities_that_are_never_handed_back_are_missed_once(self):
+    @pytest.mark.parametrize("are_handed_back", [False, True])
+    def test_priorities_that_are_never_handed_back_are_missed_once(self, are_handed_back):
         storage = assemble(8, sampler=PERSampler(8), batch_size=2)
         Lanes(8).write(storage, [ends([3])])
+        if are_handed_back:
+            storage.update_priority(torch.arange(3), torch.ones(3))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             for _ in range(2000):
                 storage.sample()
-        assert len(warned) == 1
-        assert "priorit" in str(warned[0].message)
+        assert ["priorit" in str(it.message) for it in warned] == [True] * (not are_handed_back)
 
     @pytest.mark.requirement("per-beta")
     def test_beta_anneals_to_exactly_one_and_stays(self):
