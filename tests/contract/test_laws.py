@@ -825,6 +825,9 @@ class TestSequences:
         known, reward = mask[:, 1], batch["next", "reward"][:, 1, 0]
         assert known.any()
         assert torch.equal(target[:, 1][known], (reward + 3.5)[known])
+        for wrong, size in ((batch, 2), (batch.view(-1)[1:], 3), (batch.exclude("is_init"), 3)):
+            with pytest.raises((ValueError, KeyError), match=r"must be|lacks"):
+                unit.targets(wrong, torch.zeros(10, size), discount=0.5)
 
     @pytest.mark.requirement("per-sequence")
     def test_the_mix_of_r2d2(self):
