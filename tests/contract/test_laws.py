@@ -114,14 +114,6 @@ class TestEpochs:
         assert lanes.of(loaded.sample(rest)) == expected
         assert Counter(drawn + expected) == Counter(lanes.live())
 
-    def test_an_iteration_is_an_epoch(self):
-        storage = assemble(10, sampler=UniformSampler(without_replacement=True), batch_size=5)
-        lanes = Lanes(10)
-        lanes.write(storage, [ends([4, 6])])
-        for _ in range(2):
-            drawn = [step for batch in storage for step in lanes.of(batch)]
-            assert Counter(drawn) == Counter(lanes.live())
-
     @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3)])
     def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
         sampler = UniformSampler(without_replacement=True)
