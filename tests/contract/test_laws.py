@@ -340,6 +340,7 @@ class TestPriorities:
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
         storage.update_priority(index, torch.full((4,), 100.0))
+        storage.load_state_dict(storage.state_dict())
         storage.empty()
         lanes = Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
