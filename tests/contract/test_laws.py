@@ -577,6 +577,14 @@ class TestRecency:
             lanes.write(storage, [[False]])
         sampler.begin_phase(1)
         assert set(lanes.of(storage.sample(50))) == set(lanes.newest(1))
+        # Nor does one go on in other rows.
+        sampler.begin_phase(5)
+        storage.set_sampler(UniformSampler())
+        storage.empty()
+        Lanes(100).write(storage, [ends([], 3000)])
+        storage.set_sampler(sampler)
+        storage.sample(1)
+        assert (sampler.update, sampler.num_updates) == (1, 1000)
 
     @pytest.mark.requirement("ere-per")
     @pytest.mark.parametrize(
