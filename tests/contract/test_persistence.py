@@ -107,10 +107,10 @@ def test_what_was_never_written_is_loaded_in_place_of_rows(reload, place):
     assert_same(train(again), train(storage))
 
 
-def test_a_phase_of_recency_goes_on(place):
+def test_a_phase_of_recency_that_is_over_stays_so(place):
     storage, _ = written("recency", place, 31)
     storage.sampler.begin_phase(40)
-    for _ in range(30):
+    for _ in range(40):
         storage.sample()
     handed_over(storage, again := storage_of("recency", place, seed=9))
     for _ in range(10):
