@@ -605,8 +605,8 @@ class TestRecency:
         raw = {step: raw[step] for step in lanes.newest(window)}
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
         storage.empty(keep_steps=4)
+        assert sampler.update == 0
         lanes.write(storage, [ends([], 6)], [0])
-        sampler.begin_phase(1)
         assert (storage.sample(64)["priority_weight"] == 1).all()  # all alike
 
 
