@@ -363,7 +363,7 @@ class TestValues:
         ("space", "action"),
         [
             (_THREE, 3),
-            (_THREE, -1),
+            (spaces.MultiBinary(2), [256, 0]),
             (spaces.Discrete(3, start=-1), 2),
             (spaces.MultiDiscrete([2, 3]), [2, 0]),
             (_THREE, 0.5),
