@@ -139,11 +139,12 @@ class TestRelabel:
         [
             {"sampler": HERSampler()},
             {"transform": GoalRelabel(no_reward)},
+            {"transform": NStep(3, steps_to_next_obs_key="effort")},
             {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]},
             {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
             {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
         ],
-        ids=["goals that nobody writes", "no goals", "folded first", "other goals", "no such info"],
+        ids=["nobody writes goals", "no goals", "n-step", "folded first", "other goals", "no info"],
     )
     def test_parts_that_do_not_fit_together(self, parts):
         storage = assemble(20, **parts)
