@@ -300,6 +300,6 @@ class TestGymReward:
 
     def test_an_environment_without_goals_or_several_at_once(self):
         several = SerialEnv(2, lambda: GymEnv("BitFlipping-v0", n_bits=2))
-        for env in (gymnasium.make("CartPole-v1"), several):
+        for env in (gymnasium.make("CartPole-v1"), several, TransformedEnv(several)):
             with pytest.raises(TypeError):
                 library.gym_reward(env)
