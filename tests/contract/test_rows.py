@@ -61,6 +61,6 @@ def test_too_few_entries_are_said_once(place):
 
 def test_a_step_of_a_loop_lacks_what_only_batches_tell():
     storage, data = assemble(20), rows(Player().play([4])).exclude("effort")
-    storage.extend(data.set(("next", "cost"), torch.ones(4)))
+    storage.extend(data.set(("next", "cost"), torch.ones(4, requires_grad=True)))
     with pytest.raises(KeyError, match=r"cost[\s\S]*extend"):
         record(storage, [Player().step()])
