@@ -219,6 +219,7 @@ PRIORITIES = {
     "infinite": (lambda i: (i, torch.tensor([1.0, math.inf])), ValueError),
     "too many": (lambda i: (i, torch.ones(3)), ValueError),
     "of an unknown row": (lambda i: (i + 10_000, torch.ones(2)), IndexError),
+    "below -1, of a row that gave way": (lambda i: (i - 2, torch.ones(2)), IndexError),
     "by fractions": (lambda i: (i.float(), torch.ones(2)), TypeError),
 }
 
