@@ -115,7 +115,7 @@ class TestEpochs:
         assert lanes.of(loaded.sample(rest)) == expected
         assert Counter(drawn + expected) == Counter(lanes.live())
 
-    @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3)])
+    @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3), (False, 9)])
     def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
         sampler = UniformSampler(without_replacement=True)
         storage, lanes = assemble(10, place=place, sampler=sampler), Lanes(10)

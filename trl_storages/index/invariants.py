@@ -27,7 +27,7 @@ def kept(index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     cursors = lanes[:, CURSOR].copy()
     tails = lanes[:, TAIL].copy()
     fits = (tails >= 0) & (tails <= lanes[:, CURSOR]) & (cursors - tails <= T)
-    if not (fits & (cursors >= 0)).all():
+    if not fits.all():
         raise RuntimeError(
             f"the index is damaged: its tails are not at most {T} behind its cursors."
         )

@@ -71,7 +71,6 @@ class Priorities:
             self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
             self.largest = max(self.largest, self._largest_of(changed))
-            self._known[changed] = self.raw[changed]
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
 
     def _largest_of(self, slots: np.ndarray) -> float:

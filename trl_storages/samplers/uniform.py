@@ -32,15 +32,17 @@ class _Epoch:
         seed: of the order.
         tails: `[E]` the oldest live step of each lane then.
         cursors: `[E]` the first step that was not written yet.
+        number: the epoch of the index; None if it was loaded.
     """
 
     seed: int
     tails: np.ndarray
     cursors: np.ndarray
+    number: int | None = None
 
     def goes_on(self, index: EpisodeIndex) -> bool:
-        """Whether its rows may be those of an index, which has begun anew if it has fewer steps."""
-        if len(self.tails) != index.num_envs:
+        """Whether its rows may be those of an index."""
+        if len(self.tails) != index.num_envs or self.number not in (None, index.epoch):
             return False
         fits = self.cursors - self.tails <= index.steps_per_lane
         return bool((fits & (self.cursors <= index.cursors)).all())
@@ -110,8 +112,8 @@ class UniformSampler(OwnSampler):
         while num_found < len(noise):
             if at == len(epoch.order):
                 has_run_out |= num_found > 0
-                epoch = _Epoch(int(noise[num_found]), index.tails.copy(), index.cursors.copy())
-                at = 0
+                bounds = index.tails.copy(), index.cursors.copy()
+                epoch, at = _Epoch(int(noise[num_found]), *bounds, index.epoch), 0
             end = min(at + len(noise) - num_found, len(epoch.order))
             found.append(epoch.live_slots(index, at, end))
             num_found, at = num_found + len(found[-1]), end
@@ -120,7 +122,7 @@ class UniformSampler(OwnSampler):
         return np.concatenate(found)
 
     def _empty(self) -> None:
-        self._epoch, self._num_drawn, self.ran_out = _NONE, 0, False
+        self._epoch, self._num_drawn = _NONE, 0
 
     def state(self) -> State:
         """Returns what the order of the running epoch follows from, and how far it has come."""
@@ -151,7 +153,7 @@ class UniformSampler(OwnSampler):
             )
 
         def adopt() -> None:
-            self._epoch, self._num_drawn, self.ran_out = epoch, drawn, False
+            self._epoch, self._num_drawn = epoch, drawn
 
         return adopt
 

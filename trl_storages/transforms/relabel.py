@@ -210,8 +210,6 @@ class GoalRelabel(ReplayTransform):
                 f"{name} must return one value a row, shape [{size}] or [{size}, 1]; got "
                 f"{[*result.shape]}."
             )
-        if result.is_complex():
-            raise TypeError(f"{name} must return real numbers, got {result.dtype}.")
         return result.view(stored.shape)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
@@ -327,9 +325,6 @@ class gym_reward:  # noqa: N801  (it is used as a function)
                 "gym_reward one made alike."
             )
         unwrapped = getattr(env, "unwrapped", env)
-        # TorchRL's wrappers hold gymnasium's environment as `_env`.
-        while not hasattr(unwrapped, "compute_reward") and hasattr(unwrapped, "_env"):
-            unwrapped = getattr(unwrapped._env, "unwrapped", unwrapped._env)
         if not callable(getattr(unwrapped, "compute_reward", None)):
             raise TypeError(
                 f"{env} has no compute_reward(achieved_goal, desired_goal, info): give GoalRelabel a "

@@ -101,20 +101,20 @@ def route(
     share = -(-len(trajectories) // num_envs)
     is_taken = [False] * num_envs
     # What a new one costs: nothing where the episode is over; else rather what was written long ago.
-    cost, when = np.where(is_open, last_written + 1, 0).tolist(), last_written.tolist()
+    cost = np.where(is_open, last_written, -1).tolist()
     lane_of = np.empty(len(number), np.int64)
     for at in order.tolist():
         lane = holder.get(int(number[at]))
         if lane is None:
             own = int(first[at]) // share
-            lane = min(range(num_envs), key=lambda e: (is_taken[e], cost[e], e != own, when[e]))
+            lane = min(range(num_envs), key=lambda e: (is_taken[e], cost[e], e != own))
         if is_taken[lane]:
             need = max(int(stays_open.sum()), num_envs + 1)
             raise ValueError(
                 f"{need} trajectories that run side by side need as many lanes, got {num_envs}: make "
                 f"the storage with num_envs={need}, or end those that are over with a `done`."
             )
-        lane_of[at], cost[lane], is_taken[lane] = lane, 0, bool(stays_open[at])
+        lane_of[at], cost[lane], is_taken[lane] = lane, -1, bool(stays_open[at])
     turn = order.argsort()
     count = np.bincount(lane_of[unit], minlength=num_envs)
     which = np.flatnonzero(count)
