@@ -757,8 +757,8 @@ class TestSequences:
 
     @pytest.mark.requirement("per-sequence")
     @each_boundary
-    @pytest.mark.parametrize("per_row", [False, True])
-    def test_priorities_are_of_whole_sequences(self, boundary, per_row):
+    @pytest.mark.parametrize("given", ["one a sequence", "one a row", "one a learning row"])
+    def test_priorities_are_of_sequences(self, boundary, given):
         unit = EpisodeSequence(3, burn_in=1, bootstrap=1, boundary=boundary)
         sampler = PERSampler(12, alpha=1.0, beta=1.0, eps=1e-9)
         storage, lanes = assemble(12, sampler=sampler, sample_unit=unit), Lanes(12)
@@ -768,9 +768,12 @@ class TestSequences:
         error = torch.rand(40, 5, generator=torch.Generator().manual_seed(3)) + 0.1
         learnt = batch["validity_mask"] & batch["learning_mask"]
         mixed = library.sequence_priority(error, mask=learnt)
-        storage.update_tensordict_priority(batch, error if per_row else mixed)
+        if given == "one a learning row":
+            storage.update_tensordict_priority(batch[learnt], error[learnt])
+        else:
+            storage.update_tensordict_priority(batch, error if given == "one a row" else mixed)
         anchors = lanes.of(storage[batch["anchor_index"][:, 0]])
-        priority = torch.where(learnt, error, 0).amax(1) if per_row else mixed
+        priority = mixed if given == "one a sequence" else torch.where(learnt, error, 0).amax(1)
         raw |= zip(anchors, priority.tolist(), strict=True)
         # Each step has the weight of its anchor; draws of anchors follow the priorities.
         drawn = storage.sample(4000).reshape(4000, 5)

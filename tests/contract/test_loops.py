@@ -233,20 +233,14 @@ class TestRefused:
         storage.record(*step, infos, after)
         assert len(storage) == 3
 
-    @pytest.mark.parametrize("with_parts", [False, True])
-    def test_several_environments_without_a_named_mode(self, with_parts):
-        envs = SyncVectorEnv([CountingEnv] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
-        before, _ = envs.reset(seed=[3, 3, 3])
-        after, *outcome = envs.step(np.ones(3, np.int64))
-
-        def record():
-            storage = (
-                assemble(90, 3) if with_parts else make_for(envs, size=90, autoreset_mode=None)
-            )
-            storage.record(before, np.ones(3, np.int64), *outcome, after)
-
+    @pytest.mark.parametrize(("n", "with_parts"), [(3, False), (3, True), (1, False), (1, True)])
+    def test_vector_environments_without_a_named_mode(self, n, with_parts):
+        envs = SyncVectorEnv([CountingEnv] * n, autoreset_mode=AutoresetMode.SAME_STEP)
+        storage = assemble(90, n) if with_parts else make_for(envs, size=90, autoreset_mode=None)
+        before, _ = envs.reset(seed=[3] * n)
+        after, *outcome = envs.step(np.ones(n, np.int64))
         with pytest.raises(ValueError, match="autoreset_mode"):
-            record()
+            storage.record(before, np.ones(n, np.int64), *outcome, after)
 
     def test_values_for_another_number_of_environments(self):
         two, three = (

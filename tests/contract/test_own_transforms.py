@@ -90,6 +90,11 @@ def test_mistakes_raise(name):
         drawn(own(function), NStep(3, 0.9))
 
 
+def test_a_function_that_returns_nothing_raises():
+    with pytest.raises(TypeError, match="returns"):
+        drawn(lambda batch: None)
+
+
 def test_two_windows_raise():
     with pytest.raises(RuntimeError, match="one NStep"):
         drawn(NStep(2), NStep(3))

@@ -164,8 +164,8 @@ def filled(
             actions[key] = Unbounded(shape, dtype=dtype)
         elif key not in known and OUTCOME_FIELDS.get(key) != fields[key]:
             further[key] = dtype, shape
-    options = {"storage_size": max(num_rows, 2), **options, "extra_fields": further}
-    storage = recipe(observations, actions, **options)
+    options = {"storage_size": max(num_rows, 2), **options}
+    storage = recipe(observations, actions, **options, extra_fields=further)
     num_stored, num_envs = len(storage), storage.episodes.num_envs
     if num_stored or num_envs > 1:
         storage.close()

@@ -47,6 +47,8 @@ class Directory:
         self.mode, self.is_open = "r" if lock is None else "r+", True
         # By which file it is other processes see whether it was replaced.
         self._inode = os.fstat(file).st_ino
+        # Whether a reader has found the index anew: it does not follow that of a later writer.
+        self._is_apart = False
         self.layout = layout = described.layout
         sizes, most = (described.max_size, described.num_envs), described.max_entries
         self.index = index = EpisodeIndex(*sizes, stack=layout.frames, max_entries=most)
@@ -197,6 +199,7 @@ class Directory:
                     forget_beyond(opened.index, opened.rows)
             else:
                 recover(opened.index, opened.rows, described)
+                opened._is_apart = lock is None
         if lock:
             opened.flush()
             opened._remove_others()
@@ -236,8 +239,10 @@ class Directory:
             inode = os.stat(self.path / self._described.rows).st_ino
         except OSError:
             inode = -1
-        is_current = not self.is_open or inode == self._inode
-        return self if is_current else Directory.open(self.path, "r")
+        is_current = inode == self._inode
+        if is_current and self._is_apart:
+            is_current = Description.read(self.path) == self._described
+        return self if is_current or not self.is_open else Directory.open(self.path, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy reads.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 
+from trl_storages import arguments
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.streams.device_rows import sent, sent_together
 from trl_storages.streams.layout import nest
@@ -271,13 +272,14 @@ class RowView:
 
         Raises:
             RuntimeError: an `NStep` behind it would fold rewards that it has not seen.
+            TypeError: it returns something else.
         """
         if self.window is not None:
             raise RuntimeError(
                 f"{type(function).__name__} must stand behind NStep, which folds rewards of rows that it "
                 "does not see."
             )
-        self._batch = function(self.tensordict())
+        self._batch = arguments.steps("what a transform returns", function(self.tensordict()))
 
     def tensordict(self) -> TensorDictBase:
         """Returns all entries as a TensorDict `[B]`, in new memory."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -152,54 +154,53 @@ def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
 
 
 def drawn_priorities(
-    data: TensorDictBase,
-    priority_key: NestedKey,
-    priority: torch.Tensor | None,
-    reduction: str,
-    num_steps: int,
+    data: TensorDictBase, priority_key: NestedKey, priority: torch.Tensor | None, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns the drawn slots, their new priorities, and the steps that they were drawn as.
 
+    The anchor of a sequence gets the largest priority of its valid learning steps in `data`.
+
     Args:
-        data: a sampled batch of any batch size; sequences as `[n * S]` or `[n, S]`, or with batch size
-            `[n]` and entries `[n, S, ...]`.
+        data: a sampled batch of any batch size, or some of its rows; sequences also with batch size `[n]`
+            and entries `[n, S, ...]`.
         priority_key: entry of the priorities.
         priority: the priorities if they are not an entry of `data`. One per row (`[N]`, `[n, S]`) or one
             per sequence (`[n]`); trailing dimensions are allowed.
         reduction: how several values of one row become one: "max", "min", "mean" or "median".
-        num_steps: S; the anchor gets the largest priority of its sequence's valid learning steps.
 
     Raises:
         KeyError: the batch lacks the priorities, or the entries that say which rows were drawn.
         ValueError: the priorities do not fit the rows, as `[N, N]` does not that comes of `[N]` and
-            `[N, 1]`; or the batch does not consist of whole sequences.
+            `[N, 1]`.
     """
     anchors = data.get(keys.ANCHOR_INDEX, None)
     slots = data[keys.INDEX] if anchors is None else anchors
     priority = data[priority_key] if priority is None else arguments.values("priority", priority)
-    # The batch size may be [n], with the rows of each sequence as a dimension of the entries.
-    rows, given, priority = slots.shape, priority.shape, priority.detach()
-    num_rows, S = rows.numel(), 1 if anchors is None else num_steps
-    shape = num_rows // S, S
-    is_of_sequences = anchors is not None and given in ((shape[0],), (shape[0], 1))
-    is_of_rows = any(given[: len(size)] == size for size in (rows, (num_rows,), shape))
-    is_spread = num_rows > 1 and given.numel() == num_rows**2
-    if num_rows % S or not (is_of_sequences or (is_of_rows and not is_spread)):
+    priority, rows, n = priority.detach(), slots.shape, priority.shape[:1].numel()
+    num_rows = rows.numel()
+    if anchors is not None and priority.shape in ((n,), (n, 1)) and n and num_rows % n == 0:
+        sequences = anchors.reshape(n, -1)
+        if (sequences == sequences[:, :1]).all():
+            priority = priority.reshape(n, 1).expand_as(sequences)
+    given = priority.shape
+    is_of_rows = given[: len(rows)] == rows or num_rows in accumulate(given, mul)
+    if not is_of_rows or (num_rows > 1 and given.numel() == num_rows**2):
         raise ValueError(
-            f"there must be one priority a row, {[*rows]}, or one for all {S} rows of a sequence, got "
+            f"there must be one priority a row, {[*rows]}, or one for all rows of a sequence, got "
             f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
         )
-    steps = data.get(keys.PRIORITY_STAMP, None)
+    values, steps = one_each(priority, num_rows, reduction), data.get(keys.PRIORITY_STAMP, None)
     if anchors is None:
-        return slots, one_each(priority, num_rows, reduction), steps
-    steps = None if steps is None else steps.reshape(shape)[:, 0]
-    if is_of_sequences:
-        values = priority.reshape(-1, 1)
-    else:
-        values = one_each(priority, num_rows, reduction).reshape(shape)
-        learnt = data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]
-        values = torch.where(learnt.reshape(shape), values, 0)
-    return slots.reshape(shape)[:, 0], values.amax(1), steps
+        return slots, values, steps
+    is_learnt = (data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]).reshape(-1)
+    # An anchor may have several sequences, of which the last one counts.
+    numbers = torch.stack([data[keys.SEQUENCE_ID], anchors], -1).reshape(-1, 2)
+    sequences, at = torch.unique(numbers, dim=0, return_inverse=True)
+    values, largest = torch.where(is_learnt, values, 0), values.new_empty(len(sequences))
+    largest.scatter_reduce_(0, at, values, "amax", include_self=False)
+    if steps is not None:
+        steps = steps.new_empty(len(sequences)).scatter_(0, at, steps.reshape(-1))
+    return sequences[:, 1], largest, steps
 
 
 def one_each(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:

@@ -199,7 +199,7 @@ def _draw_episodes(
     storage: PackedStorage, n: int, generator: torch.Generator | None
 ) -> TensorDictBase:
     """Returns those of n drawn episodes that did not give way meanwhile."""
-    episodes, seen = storage.episodes, storage.look()
+    seen, episodes = storage.look(), storage.episodes
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max())).expand(n, -1)

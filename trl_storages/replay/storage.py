@@ -238,8 +238,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         return _prioritized(self._sampler)
 
     def __len__(self) -> int:
-        self._storage.look()
-        return len(self.episodes)
+        with self._replay_lock:
+            self._storage.look()
+            return len(self.episodes)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
@@ -385,8 +386,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
         with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
-            self._prefetch_queue.clear()
             self._storage.empty(keep_steps)
+            self._prefetch_queue.clear()
             self._writer._empty(empty_write_count)
             self._sampler._empty()
 
@@ -670,8 +671,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         does not use priorities, so training loops can call it unconditionally.
 
         Args:
-            data: a sampled batch, possibly reshaped to sequences by `batch.reshape(-1, num_steps)`; its
-                priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced by the sampler's `reduction`.
+            data: a sampled batch, or some of its rows, possibly reshaped to sequences by
+                `batch.reshape(-1, num_steps)`; its priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced
+                by the sampler's `reduction`.
             priority: the priorities, if not an entry of the batch: one per row, shape `[B]`, or `[n, S]`
                 for n sequences of S rows; or one per sequence, `[n]`, as from `sequence_priority`.
 
@@ -683,10 +685,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         arguments.steps("data", data)
         if (sampler := self._prioritized) is None:
             return
-        num_steps = self._current_flow().num_steps
-        slots, values, steps = drawn_priorities(
-            data, self.priority_key, priority, sampler.reduction, num_steps
-        )
+        drawn = drawn_priorities(data, self.priority_key, priority, sampler.reduction)
+        slots, values, steps = drawn
         with self._replay_lock, self._write_lock:
             sampler.set_priorities(self._storage, slots, values, steps)
 

@@ -28,7 +28,7 @@ class Priorities:
     Args:
         storage: holds the rows.
         alpha, eps: of the weights.
-        largest: the largest raw priority so far, 0 if none was set; None takes it from the rows.
+        largest: the largest raw priority so far, as far as it is of no row.
     """
 
     def __init__(
@@ -37,19 +37,17 @@ class Priorities:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
-        # What was seen of those that another process sets: of a reader, a fork, or what was closed.
-        self._storage = storage
-        self._known: np.ndarray | None = None
-        self._num_updates = 0
+        #: Whether this process sets them, and else what was seen of them.
+        self.is_own = storage.place.is_writer
+        self._known = None if self.is_own else self.raw.copy()
+        self._num_updates = int(index.num_updates[0])
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
-        if largest is None:
-            largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
-        self.largest = largest
+        self.largest = max(largest or 0.0, self._largest_of(index.live_slots().numpy()))
         #: How many batches were drawn.
         self.num_draws = 0
 
@@ -60,9 +58,6 @@ class Priorities:
 
     def catch_up(self) -> None:
         """Takes in which rows are new and which are gone."""
-        if self._known is None and not self._storage.place.is_writer:
-            self._num_updates = int(self.index.num_updates[0])
-            self._known = self.raw.copy()
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
             self._set(changes.gone, _NOTHING)

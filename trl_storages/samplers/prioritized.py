@@ -131,7 +131,10 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 )
             self._priorities = known = Priorities(storage, self.alpha, self.eps, self._largest)
             self._largest = None
-        elif (known.alpha, known.eps) != (self.alpha, self.eps):
+        elif (known.alpha, known.eps, known.is_own) != (
+            *(self.alpha, self.eps),
+            storage.place.is_writer,
+        ):
             self._priorities = known = Priorities(storage, self.alpha, self.eps, known.largest)
         known.catch_up()
         return known

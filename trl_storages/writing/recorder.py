@@ -40,7 +40,7 @@ class Recorder:
         num_envs: E; a single environment may also come without the leading dimension.
         fields: of a transition, from `transition_fields`. None takes them from the first step.
         choices: of discrete actions, from `choices_of`; other actions are refused.
-        autoreset_mode: `env.metadata["autoreset_mode"]`; several environments need it.
+        autoreset_mode: `env.metadata["autoreset_mode"]`; vector environments need it, also those of one.
         info_keys: entries of the infos to keep.
     """
 
@@ -71,15 +71,15 @@ class Recorder:
         Raises:
             KeyError, TypeError, ValueError: something does not fit.
         """
-        if self.num_envs > 1 and self.autoreset_mode is None:
-            raise ValueError(
-                f"autoreset_mode must be named for {self.num_envs} environments, got None: make the "
-                "storage with env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets them."
-            )
         infos = {} if step[5] is None else step[5]
         if type(infos) is not dict and not isinstance(infos, Mapping):
             raise TypeError(f"infos must be a dictionary as of `step`, got {type(infos).__name__}.")
         is_vector = self._is_vector(step[3])
+        if is_vector and self.autoreset_mode is None:
+            raise ValueError(
+                "autoreset_mode must be named for a vector environment, got None: make the storage with "
+                "env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets the environments."
+            )
         lanes = None
         if self.autoreset_mode is _NEXT_STEP and self._ended.any():
             lanes = np.flatnonzero(~self._ended)

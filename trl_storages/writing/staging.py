@@ -145,7 +145,8 @@ class Rows(Staging):
             values = [found[key] for key in self._keys]
         except KeyError as error:
             (key,) = error.args
-            raise KeyError(f"the data lacks {key!r}, which every row holds.") from None
+            hint = ": env.add_truncated_keys() adds it" if key == keys.TRUNCATED else ""
+            raise KeyError(f"the data lacks {key!r}, which every row holds{hint}.") from None
         if [(value.dtype, value.shape) for value in values] != self._kinds:
             self._refuse(values)
         if (mask := found.get(keys.MASK)) is not None and not mask.all():

@@ -169,7 +169,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if lanes is not None:
             which = np.array(named_lanes(lanes, E), np.int64)
             return in_order(which, num_steps_of(batch, len(which)))
-        if numbers is None or len(batch) != 1 or E == 1:
+        if numbers is None or len(batch) != 1:
             return all_lanes(E, num_steps_of(batch, E))
         return route(
             *(numbers, torch.as_tensor(rows.done).cpu().numpy()),
