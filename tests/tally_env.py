@@ -16,17 +16,6 @@ from torchrl.envs import GymWrapper
 
 from trl_storages import HERReplayStorage, ReplayStorage
 
-__all__ = [
-    "LENGTHS",
-    "TallyEnv",
-    "check_batch",
-    "check_rows",
-    "goal_storage",
-    "learn",
-    "reward",
-    "tally",
-]
-
 _numbers = itertools.count()
 _where = Box(0, 2**62, (3,), np.int64)
 

@@ -16,23 +16,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-__all__ = [
-    "Player",
-    "Transition",
-    "as_bits",
-    "assert_batches",
-    "assert_same",
-    "ids_of",
-    "play",
-    "record",
-    "reward_fn",
-    "rows",
-    "terminated_fn",
-    "transition_of",
-    "without_slots",
-    "write",
-]
-
 _LANE = 1 << 20
 # NaN with a payload, -0.0, infinity, the smallest number, 1.0: as int32.
 _ODD = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1, 0x3F800000], dtype=torch.int64)

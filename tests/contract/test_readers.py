@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import Any
 
@@ -152,6 +153,16 @@ class TestOneAtATime:
         assert {len(reader.sample()) for _ in range(1001)} == {16}
         storage.close()
         assert found(reader) == written
+
+    def test_it_follows_the_writer_of_a_copy_that_it_has_recovered(self, tmp_path):
+        storage, written = opened(tmp_path / "rows", STEPS), [[], []]
+        write_on(storage, Script(0), written, 9)
+        storage.flush()
+        shutil.copytree(tmp_path / "rows", tmp_path / "copy")
+        reader = opened(tmp_path / "copy", STEPS, mode="r")
+        assert found(reader) == [steps[-STEPS:] for steps in written]
+        write_on(opened(tmp_path / "copy", STEPS), Script(1, 9000), written, 2)
+        assert found(reader) == [steps[-STEPS:] for steps in written]
 
     def test_it_draws_by_the_priorities_of_the_writer(self, tmp_path):
         storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
