@@ -3,7 +3,7 @@
 
 def fill(layout, key, rows, values):
     """Copies values `[N, *shape]` of a field into rows `[N, row_words]`."""
-    field = layout.field(key)
+    field = layout.by_key[key]
     if field.stack is None:
         layout.views(rows)[key].copy_(values)
     else:

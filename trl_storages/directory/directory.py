@@ -260,8 +260,8 @@ class Directory:
 
     @property
     def is_still(self) -> bool:
-        """Whether no other process may be writing."""
-        return self.is_writer or self._described.is_clean
+        """Whether no other process may be writing, which one may begin after this one has opened it."""
+        return self.is_writer or Description.read(self.path).is_clean
 
     def check_writer(self) -> None:
         """Raises a RuntimeError if this process may not write."""

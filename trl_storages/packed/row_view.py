@@ -103,7 +103,7 @@ class RowView:
                 self._gather()
         found = self.changes.get(key, self._fetched.get(key))
         if found is None:
-            self._storage.layout.field(key)  # raises, with the fields that there are
+            self._storage.layout.by_key[key]  # raises, with the fields that there are
             raise KeyError(key)
         return found
 

@@ -263,7 +263,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         slots = arguments.slots(index).reshape(-1)
         self.episodes.check_live(slots)
         for key, value in values.items():
-            field = self.layout.field(key)
+            field = self.layout.by_key[key]
             if not self.layout.is_step(field) or keys.key_path(key)[-1] in _FLAGS:
                 raise ValueError(
                     f"{key!r} must be a value of the step, and no flag, to be rewritten."
@@ -281,14 +281,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     # State
 
     def state(self) -> State:
-        """Returns what is saved of the rows; see `packed.dumps`. Who writes them shares their memory."""
-        seen, found = self.look(), dumps.packed(self.place)
-        if seen is not None:
-            found = copy.deepcopy(found)
-            # What gave way while it was copied is left out when it is loaded.
-            for lane, tail in zip(found["lanes"], self.episodes.tails.tolist(), strict=True):
-                lane["tail"] = min(tail, lane["cursor"])
-        return found
+        """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
+        self.look()
+        return dumps.packed(self.place)
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.

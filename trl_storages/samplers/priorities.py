@@ -31,9 +31,7 @@ class Priorities:
         largest: the largest raw priority so far, as far as it is of no row.
     """
 
-    def __init__(
-        self, storage: PackedStorage, alpha: float, eps: float, largest: float | None = None
-    ) -> None:
+    def __init__(self, storage: PackedStorage, alpha: float, eps: float, largest: float) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
@@ -47,7 +45,7 @@ class Priorities:
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
         #: The largest raw priority so far, 0 before one is set.
-        self.largest = max(largest or 0.0, self._largest_of(index.live_slots().numpy()))
+        self.largest = max(largest, self._largest_of(index.live_slots().numpy()))
         #: How many batches were drawn.
         self.num_draws = 0
 

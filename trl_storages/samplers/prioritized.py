@@ -113,8 +113,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
-        # The largest priority of the priorities to be made; None is not known.
-        self._largest: float | None = None
+        # The largest priority so far, for the priorities to be made.
+        self._largest = 0.0
 
     def priorities_of(self, storage: PackedStorage) -> Priorities:
         """Returns the priorities of a storage's rows, which know all of them.
@@ -122,7 +122,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         Raises:
             ValueError: the storage has more slots than `max_capacity`.
         """
-        known = self._priorities
+        known, made_for = self._priorities, (self.alpha, self.eps, storage.place.is_writer)
         if known is None or known.index is not storage.episodes:
             if storage.max_size > self._max_capacity:
                 raise ValueError(
@@ -130,11 +130,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                     f"{self._max_capacity}."
                 )
             self._priorities = known = Priorities(storage, self.alpha, self.eps, self._largest)
-            self._largest = None
-        elif (known.alpha, known.eps, known.is_own) != (
-            *(self.alpha, self.eps),
-            storage.place.is_writer,
-        ):
+            self._largest = 0.0
+        elif (known.alpha, known.eps, known.is_own) != made_for:
             self._priorities = known = Priorities(storage, self.alpha, self.eps, known.largest)
         known.catch_up()
         return known
@@ -176,7 +173,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
 
     def _empty(self) -> None:
         """Forgets all priorities: rows that are there count as new."""
-        self._priorities = self._largest = None
+        self._priorities, self._largest = None, 0.0
 
     def state(self) -> State:
         """Returns the largest priority so far, 0 if none was set; priorities are with the rows."""
@@ -186,8 +183,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         (largest,) = entries_of("PERSampler", state, ("largest",))
-        number = arguments.number
-        largest = arguments.optional(number, "largest", largest, at_least=0, at_most=_MOST)
+        largest = arguments.number("largest", largest, at_most=_MOST)
 
         def adopt() -> None:
             self._priorities, self._largest = None, largest

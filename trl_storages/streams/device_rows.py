@@ -175,7 +175,7 @@ class DeviceRows:
 
     def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
-        field = self._layout.field(key)
+        field = self._layout.by_key[key]
         flat = at.reshape(-1)
         if field.is_next:
             flat = flat + 1
@@ -212,7 +212,7 @@ class DeviceRows:
 
     def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `at` `[B]`."""
-        field = self._layout.field(key)
+        field = self._layout.by_key[key]
         column = self._column(field)
         # Whatever the strides of the values are.
         copied = torch.empty(len(at), field.size, dtype=field.dtype, device=self.device)

@@ -93,7 +93,7 @@ class Layout:
         after = [replace(it, key=keys.next_key(it.key), is_next=True) for it in observed]
         #: In the order of a row.
         self.fields = (*placed, *after)
-        #: The same by key.
+        #: The same by key; a KeyError lists those that there are.
         self.by_key = _Fields({field.key: field for field in self.fields})
         plain = [field for field in self.fields if not field.stack]
         self._splits = [self._split(dtype) for dtype in dict.fromkeys(it.dtype for it in plain)]
@@ -156,14 +156,6 @@ class Layout:
     def __contains__(self, key: object) -> bool:
         return key in self.by_key
 
-    def field(self, key: NestedKey) -> Field:
-        """Returns the field of a key.
-
-        Raises:
-            KeyError: no such field; the message lists the existing ones.
-        """
-        return self.by_key[key]
-
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
         return field.at >= self.observation_words * WORD
@@ -182,7 +174,7 @@ class Layout:
 
     def places_of(self, key: NestedKey, others: Sequence[NestedKey]) -> np.ndarray:
         """Returns where fields begin in a row, in `words`; none unless all are alike, and no stacks."""
-        one = self.field(key)
+        one = self.by_key[key]
         kind = one.dtype, one.shape, None
         found = [it for it in map(self.by_key.get, others) if it]
         is_alike = all((it.dtype, it.shape, it.stack) == kind for it in (one, *found))

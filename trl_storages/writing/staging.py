@@ -116,8 +116,8 @@ class Rows(Staging):
                 f"{done_key!r} must be one bool a row, got {flag.dtype} {[*flag.shape]}. Where each "
                 f"agent has its own make one for all: data.set({keys.DONE!r}, data[...].any(-2))."
             )
-        fields = [layout.field(key) for key in self.views]
-        shape = batch + layout.field(done_key).shape if done_key in layout else flag.shape
+        fields = [layout.by_key[key] for key in self.views]
+        shape = batch + layout.by_key[done_key].shape if done_key in layout else flag.shape
         self._keys = [*self.views, done_key]
         self._targets = [*self.views.values(), torch.as_tensor(self.done).view(shape)]
         self._kinds = [*((it.dtype, batch + it.shape) for it in fields), (torch.bool, shape)]
@@ -239,7 +239,7 @@ class StepRows(Staging):
         ]
 
     def _place(self, key: NestedKey, name: str) -> _Place:
-        return _Place(self.layout.field(key), self.views[key], name, self.is_vector)
+        return _Place(self.layout.by_key[key], self.views[key], name, self.is_vector)
 
     def put(self, step: Sequence[Any]) -> None:
         """Takes the seven values of a step but its infos.
