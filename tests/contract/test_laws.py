@@ -342,9 +342,11 @@ class TestPriorities:
         index = lanes.write(storage, [ends([4])])[0]
         storage.update_priority(index, torch.full((4,), 100.0))
         storage.load_state_dict(storage.state_dict())
+        late = storage.sample(8).set("td_error", torch.full((8,), 9.0))
         storage.empty()
         lanes = Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
+        storage.update_tensordict_priority(late)  # of rows that are gone
         storage.update_priority(index[:1], torch.tensor([4.0]))
         # No priority was set before this one: it is the largest.
         first, *others = lanes.live()

@@ -153,7 +153,7 @@ class EpisodeIndex:
 
     @property
     def epoch(self) -> int:
-        """A number that changes whenever the index begins anew."""
+        """A number that changes whenever all rows give way at once."""
         return int(self._epoch[0])
 
     @property
@@ -193,7 +193,19 @@ class EpisodeIndex:
         """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
         if not keep_steps:
             self.end_episodes()
+            self._epoch[0] += 1
         np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
+
+    def start_over(self) -> None:
+        """Evicts all steps; those that come are in the first slots of their lanes, with other numbers."""
+        self.let_go()
+        T, newest = self.steps_per_lane, self.where[self.newest_slots()]
+        for lane in np.flatnonzero(self.cursors).tolist():
+            # As if all slots up to the end of the lane had been used.
+            end = -(-int(self.cursors[lane]) // T) * T
+            place, ends = newest[lane : lane + 1] - lane * self.entries_per_lane, np.array([CUT])
+            last, begins = np.array([end - 1]), np.array([True])
+            self.set_lane(lane, last, place, begins, ends, first=end - 1, tail=end)
 
     def clear(self) -> None:
         """Begins anew, without steps."""

@@ -86,11 +86,11 @@ class Memory:
         return self
 
     def empty(self, keep_steps: int) -> None:
-        """Discards all rows but the last `keep_steps` of each lane; with 0 it begins anew."""
+        """Discards all rows but the last `keep_steps` of each lane; with 0 slots begin anew."""
         if keep_steps:
             self.index.let_go(keep_steps)
         else:
-            self.index.clear()
+            self.index.start_over()
 
     def validate(self) -> None:
         """Raises a RuntimeError if the index contradicts itself."""
