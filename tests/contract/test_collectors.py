@@ -191,9 +191,8 @@ class TestProcesses:
         assert lengths(storage) == dict(zip(numbers, expected, strict=True))
 
     def test_a_process_that_is_spawned_counts_on(self):
-        storage, players = make(), [Player(0), Player(1)]
+        storage, players = make().share(), [Player(0), Player(1)]
         storage.extend(rows(players[0].play([], 3)))
-        storage.share()
         blocks = rows(players[1].play([], 4)), rows(players[0].play([], 2))
         context = multiprocessing.get_context("forkserver")
         child = context.Process(target=storage.extend, args=blocks[:1])
@@ -220,15 +219,16 @@ class TestProcesses:
         storage, player = make("prioritized", size=12, beta=1.0, alpha=1.0), Player()
         index = storage.extend(rows(player.play([4])))
         storage.update_priority(index, torch.tensor([8.0, 0.5, 0.5, 0.5]))
-        storage.share()
+        storage.share().sample()
+        self.in_child(storage.update_priority, index[:1], torch.tensor([16.0]))
         self.in_child(storage.extend, rows(player.play([4])))
-        batch = storage.sample(400)
-        raw = {number: 0.5 if 0 < number < 4 else 8.0 for number in ids_of(batch).tolist()}
-        assert len(raw) == 8
-        expected = torch.tensor([0.5 / raw[number] for number in ids_of(batch).tolist()])
+        ids = ids_of(batch := storage.sample(4000)).tolist()
+        assert len({*ids}) == 8
+        expected = torch.tensor([1.0 if 0 < number < 4 else 0.5 / 16 for number in ids])
         torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=1e-6)
+        self.in_child(lambda: storage.empty(keep_steps=6))
+        assert {*storage.sample(4000)["priority_weight"].tolist()} == {1.0}
         self.in_child(storage.empty)
-        assert len(storage) == 0
         self.in_child(storage.extend, rows(player.play([2])))
         assert len(set(ids_of(storage.sample(50)).tolist())) == 2
 

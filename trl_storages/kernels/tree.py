@@ -67,19 +67,21 @@ def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> An
 
 @loop
 def weigh(
-    column: Any, slots: Any, otherwise: float, alpha: float, eps: float, sets: bool, weights: Any
-) -> None:
-    """Returns the `weights` `[B]` of rows; that of one without a raw priority is of `otherwise`.
+    column: Any, known: Any, slots: Any, otherwise: float, alpha: float, eps: float, sets: bool
+) -> Any:
+    """Returns the weights `[B]` of rows, and keeps as `known` `[N]` the raw priorities they are of.
 
-    `sets` says whether this becomes its raw priority.
+    The weight of a row without one is of `otherwise`; `sets` says whether this becomes its raw priority.
     """
+    weights = np.empty(len(slots))
     for i in range(len(slots)):
-        raw = np.float64(column[slots[i]])
+        known[slots[i]] = raw = np.float64(column[slots[i]])
         if not 0 < raw < _INFINITY:
             raw = otherwise
             if sets:
-                column[slots[i]] = raw
+                column[slots[i]] = known[slots[i]] = raw
         weights[i] = (raw + eps) ** alpha
+    return weights
 
 
 def level_starts(num_leaves: int) -> np.ndarray:

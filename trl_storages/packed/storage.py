@@ -350,6 +350,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.place.check_writer()
         self.place.empty(keep_steps)
         self.episodes.priorities[self.episodes.live_slots().numpy()] = 0
+        self.episodes.num_updates[0] += 1
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all."""

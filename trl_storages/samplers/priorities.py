@@ -35,10 +35,10 @@ class Priorities:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
-        #: Whether this process sets them, and else what was seen of them.
+        #: Whether this process may set them.
         self.is_own = storage.place.is_writer
-        self._known = None if self.is_own else self.raw.copy()
-        self._num_updates = int(index.num_updates[0])
+        # What was seen of them, and the number of updates until then.
+        self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
         self.starts = tree.level_starts(index.capacity)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
@@ -55,16 +55,16 @@ class Priorities:
         return self.largest or 1.0
 
     def catch_up(self) -> None:
-        """Takes in which rows are new and which are gone."""
-        changes, self._seen = self.index.since(self._seen)
-        if changes is not None:
-            self._set(changes.gone, _NOTHING)
-            self._take_in(changes.new)
-        if self._known is not None and self._num_updates != self.index.num_updates[0]:
+        """Takes in what other processes have set, and which rows are new and which are gone."""
+        if self._num_updates != self.index.num_updates[0]:
             self._num_updates = int(self.index.num_updates[0])
             changed = np.flatnonzero(self.raw != self._known)
             self.largest = max(self.largest, self._largest_of(changed))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
+        changes, self._seen = self.index.since(self._seen)
+        if changes is not None:
+            self._set(changes.gone, _NOTHING)
+            self._take_in(changes.new)
 
     def _largest_of(self, slots: np.ndarray) -> float:
         """Returns the largest raw priority of some rows, 0 if none was set."""
@@ -72,14 +72,12 @@ class Priorities:
         return float(raw.max(initial=0, where=raw < np.inf))
 
     def _take_in(self, slots: np.ndarray) -> None:
-        """Sets the weights of live rows; who writes rows keeps the raw priority of new ones."""
-        weights, of_weights = np.empty(len(slots)), (self.of_new, self.alpha, self.eps)
-        if self._known is None:
-            tree.weigh(self.raw, slots, *of_weights, True, weights)
+        """Sets the weights of live rows; who may set priorities keeps the raw one of new ones."""
+        of_weights = self.of_new, self.alpha, self.eps
+        weights = tree.weigh(self.raw, self._known, slots, *of_weights, self.is_own)
+        if self.is_own and len(slots):
             self.index.num_updates[0] += 1
-        else:  # another process may set them meanwhile
-            self._known[slots] = self.raw[slots]
-            tree.weigh(self._known, slots, *of_weights, False, weights)
+            self._num_updates += 1
         self._set(slots, weights)
 
     def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
