@@ -81,9 +81,10 @@ def test_a_closed_storage_stays_as_it_was(tmp_path):
             act()
         assert found(storage) == written
         assert len(storage.sample()) == 16
-    again = opened(tmp_path, STEPS, "uniform")
-    assert found(again) == written
-    again.close(keep=False)
+    for sampler in (library.UniformSampler(without_replacement=True), None):
+        again = library.ReplayStorage.open(tmp_path, sampler=sampler)
+        assert found(again) == written
+        again.close(keep=sampler is not None)
     assert not tmp_path.exists()
 
 

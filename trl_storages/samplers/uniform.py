@@ -125,17 +125,13 @@ class UniformSampler(OwnSampler):
         self._epoch, self._num_drawn = _NONE, 0
 
     def state(self) -> State:
-        """Returns what the order of the running epoch follows from, and how far it has come."""
-        if not self._is_by_epoch:
-            return {}
+        """Returns what the order of the running epoch follows from, if any, and how far it has come."""
         epoch = self._epoch
         tails, cursors = epoch.tails.tolist(), epoch.cursors.tolist()
         return {"seed": epoch.seed, "tails": tails, "cursors": cursors, "drawn": self._num_drawn}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
-        if not self._is_by_epoch:
-            return super().parsed(state)
         seed, *bounds, drawn = entries_of(
             "UniformSampler", state, ("seed", "tails", "cursors", "drawn")
         )
