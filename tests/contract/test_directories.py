@@ -213,6 +213,10 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         script = Script(0, len(written[0]) + 5000, longest=2000)
     left = 5_000_000
     write_on(storage, script, written, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: reserve_some(file, 0, 1 << 40))
+        with pytest.raises(OSError, match="No space left"):
+            storage.empty()
     assert found(storage) == written
     storage.close()
     left = 0

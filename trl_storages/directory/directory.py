@@ -270,28 +270,35 @@ class Directory:
                 f"{self.path} is open for reading only: mode='r', closed, or in a forked process."
             )
 
-    def flush(self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False) -> None:
+    def flush(
+        self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False, tails: Any = None
+    ) -> None:
         """Waits until all rows are on the disk: they outlive a power cut.
 
         Args:
             state: of other parts, as JSON; None is that of before.
             is_clean: whether nothing will be written from now on.
+            tails: `[E]` steps before these will not come back; None is those that are gone.
 
         Raises:
             OSError: the disk is full. The rows are there, as after a kill.
         """
-        tails, cursors = self.index.tails.tolist(), self.index.cursors.tolist()
+        tails, cursors = self.index.tails if tails is None else tails, self.index.cursors.tolist()
         self._arena.flush()
         state = self.state if state is None else dict(state)
-        words = {"tails": tails, "cursors": cursors, "state": state, "is_clean": is_clean}
+        words = {"tails": tails.tolist(), "cursors": cursors, "state": state, "is_clean": is_clean}
         described = replace(self._described, **words, boot=_boot(), inode=self._inode)
         described.write(self.path)
         self._described = described
 
     def empty(self, keep_steps: int = 0) -> None:
-        """Discards all rows but the last `keep_steps` of each lane, for good."""
+        """Discards all rows but the last `keep_steps` of each lane, for good.
+
+        Raises:
+            OSError: the disk is full. Nothing has changed then.
+        """
+        self.flush(tails=self.index.tails_behind(keep_steps))
         self.index.let_go(keep_steps)
-        self.flush()
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
         """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""

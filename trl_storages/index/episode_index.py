@@ -194,7 +194,11 @@ class EpisodeIndex:
         if not keep_steps:
             self.end_episodes()
             self._epoch[0] += 1
-        np.maximum(self.tails, self.cursors - keep_steps, out=self.tails)
+        self.tails[:] = self.tails_behind(keep_steps)
+
+    def tails_behind(self, keep_steps: int) -> np.ndarray:
+        """Returns the oldest live steps `[E]` if all but the last `keep_steps` of each lane were gone."""
+        return np.maximum(self.tails, self.cursors - keep_steps)
 
     def start_over(self) -> None:
         """Evicts all steps; those that come are in the first slots of their lanes, with other numbers."""

@@ -382,6 +382,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
         Raises:
             ValueError: `keep_steps` is negative.
+            OSError: the rows are in a directory, and the disk is full. Nothing is changed then.
         """
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
