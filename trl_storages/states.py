@@ -68,7 +68,11 @@ def array(name: str, value: Any, dtype: torch.dtype, *shape: int | None) -> np.n
 
 
 def to_json(state: Any) -> Any:
-    """Returns a state as JSON has it: tensors as text."""
+    """Returns a state as JSON has it: tensors as text.
+
+    Raises:
+        TypeError: it holds something else.
+    """
     if isinstance(state, torch.Tensor):
         values = state.detach().cpu().contiguous()
         data = values.reshape(-1).view(torch.uint8).numpy()
@@ -80,7 +84,9 @@ def to_json(state: Any) -> Any:
         return [to_json(value) for value in state]
     if isinstance(state, tuple):
         return {_TUPLE: [to_json(value) for value in state]}
-    return state
+    if isinstance(state, str | int | float | None):
+        return state
+    raise TypeError(f"states must be of tensors, numbers, text, lists, dicts, got {type(state)}.")
 
 
 def from_json(words: Any) -> Any:
