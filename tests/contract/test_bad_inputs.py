@@ -362,32 +362,36 @@ def test_a_damaged_dump_is_refused_as_a_whole(pair):
     pair.assert_unchanged()
 
 
+def anew(path):
+    return library.PackedStorage(24, path=path, fields=make().storage.fields, fresh=True)
+
+
+at = partial(make, place="directory")
 OPENS = {
-    "nothing": (lambda path: library.ReplayStorage.open(path / "nothing"), FileNotFoundError),
+    "nothing": (lambda path: library.ReplayStorage.open(path / "no"), FileNotFoundError),
+    "no rows": (lambda path: library.ReplayStorage.open(path / "no", mode="r"), FileNotFoundError),
     "a file": (lambda path: library.ReplayStorage.open(__file__), (OSError, ValueError)),
     "a number": (lambda path: library.ReplayStorage.open(5), TypeError),
     "another mode": (lambda path: library.ReplayStorage.open(path, mode="w"), ValueError),
     "a setting that there is not": (lambda path: library.ReplayStorage.open(path, x=3), TypeError),
-    "another size": (lambda path: make(place="directory", path=path, size=26), ValueError),
-    "other lanes": (lambda path: make(place="directory", path=path, lanes=2, size=24), ValueError),
-    "other observations": (
-        lambda path: make(place="directory", path=path, layout="mixed", size=24),
-        (KeyError, *BAD),
-    ),
+    "another size": (lambda path: at(path=path, size=26), ValueError),
+    "other lanes": (lambda path: at(path=path, lanes=2, size=24), ValueError),
+    "other observations": (lambda path: at(path=path, layout="mixed", size=24), (KeyError, *BAD)),
+    "to be shared": (lambda path: assemble(storage=anew(path), shared=True), RuntimeError),
 }
 
 
 @pytest.mark.parametrize(("call", "error"), OPENS.values(), ids=OPENS)
 def test_directories_that_do_not_fit(call, error):
     path = new_folder() / "rows"
-    storage = make(place="directory", path=path, size=24)
+    storage = at(path=path, size=24)
     storage.extend(rows(Player().play([4], 3)))
     storage.close()
     files = files_of(path)
     with pytest.raises(error):
         call(path)
     assert files_of(path) == files
-    storage = make(place="directory", path=path, size=24)
+    storage = at(path=path, size=24)
     assert len(storage) == 7
     storage.close()
 

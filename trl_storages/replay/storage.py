@@ -72,7 +72,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
         batch_size: B; None requires it with each `sample`.
         recorder: how `record` reads a step; None takes the fields from the first step.
-        prefetch: number of batches to draw ahead in a background thread.
+        prefetch: number of batches to draw ahead in a background thread, which a forked process has not:
+            make the storage in the process that draws.
         generator: of the draws, on the CPU; None uses torch's default one.
         priority_key: entry of written steps, and of batches, that holds their priorities.
         pin_memory: whether batches are in pinned memory.
@@ -166,10 +167,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         if (prioritized := self._prioritized) is not None:
             prioritized.priorities_of(storage)
         storage.is_replayed = True
+        self.share(shared)
         # A directory is made when all else has been checked.
         storage.prepare()
         resume(self)
-        self.share(shared)
 
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
@@ -397,7 +398,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
         Rows, episodes and counters move to memory that forked processes share. One process draws. All
         take turns by a lock, which a process that is killed while it writes or draws keeps: the rows are
-        whole, but the others wait for ever. So let workers end between two writes.
+        whole, but the others wait for ever. So let workers end between two writes; and fork them while no
+        other thread of this process draws or writes, as a fork keeps the locks that it finds taken.
 
         Returns:
             itself.
@@ -752,10 +754,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
         Raises:
             FileNotFoundError: it holds no dump.
-            ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
-                Nothing is changed then.
+            ValueError, TypeError, KeyError: the dump is damaged, does not fit, see `load_state_dict`, or
+                holds rows alone. Nothing is changed then.
         """
         rows, rest = dumps.read(arguments.directory("path", path))
+        if not rest:
+            raise ValueError(f"{path} holds rows alone, as where nobody has flushed: open() it.")
         self.load_state_dict({"rows": rows, "rest": from_json(rest)})
 
     # In a directory
