@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from trl_storages.index import invariants
 from trl_storages.kernels import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL, draws, streams
 
-__all__ = ["Changes", "EpisodeIndex", "Seen"]
+__all__ = ["Changes", "EmptyError", "EpisodeIndex", "Seen"]
 
 _NO_STEPS = np.empty(0)
 #: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
@@ -29,6 +29,10 @@ Slots = torch.Tensor | np.ndarray
 def _like(slots: Slots, found: np.ndarray) -> Any:
     """Returns what was found as what was asked: an array, or a tensor."""
     return torch.from_numpy(found) if isinstance(slots, torch.Tensor) else found
+
+
+class EmptyError(RuntimeError):
+    """Nothing is stored yet, or any more, that could be drawn."""
 
 
 class Seen(NamedTuple):
@@ -283,12 +287,18 @@ class EpisodeIndex:
         age = np.concatenate([np.arange(rows, 0, -1) for rows in ends - firsts])
         return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
 
-    def check_live(self, slots: Slots) -> None:
-        """Raises an IndexError if a slot holds no live row."""
+    def check_filled(self) -> None:
+        """Raises an EmptyError if there are no rows."""
+        if not draws.num_live(self._lanes):
+            raise EmptyError("the storage is empty: write rows with record() or extend() first.")
+
+    def check_live(self, slots: Slots, tails: np.ndarray | None = None) -> None:
+        """Raises an IndexError if a slot holds no row that is live, or was when these were the tails."""
         slots = np.asarray(slots)
         fits = (slots >= 0) & (slots < self.capacity)
         if fits.all():
-            fits = ~self.stale(slots, self.steps_of(slots))
+            steps, oldest = self.steps_of(slots), self.tails if tails is None else tails
+            fits = steps >= oldest[slots // self.steps_per_lane]
         if not fits.all():
             at = int(fits.argmin())
             raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
@@ -428,7 +438,7 @@ class EpisodeIndex:
             first, _, finished, whole, _ = self._look_up()
             usable = first[finished & whole]
             if not len(usable):
-                raise RuntimeError(
+                raise EmptyError(
                     "no finished episode is stored whole: write until one ends, or make the storage "
                     "larger than an episode."
                 )

@@ -141,13 +141,14 @@ def _live(
 
     Raises:
         RuntimeError: the storage is empty.
-        IndexError: a slot holds no row.
+        IndexError: a slot holds no row, nor did when the draw began: rows that gave way are seen later.
     """
-    if not len(storage):
-        raise RuntimeError("the storage is empty: write transitions before sampling.")
+    index = storage.episodes
+    index.check_filled()
+    tails = index.tails.copy()
     slots, info = sampler.sample(storage, batch_size)
     slots = torch.as_tensor(slots, device="cpu").long()
-    storage.episodes.check_live(slots)
+    index.check_live(slots, tails)
     return slots, {key: torch.as_tensor(value) for key, value in info.items()}
 
 

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torchrl.envs.transforms import Compose, Transform
 from trl_storages import arguments
 from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes
+from trl_storages.index import EmptyError
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.drawn import Explanation, drawn_priorities, explain, one_each
@@ -470,9 +471,13 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
                 draws goals that no transform writes.
             TimeoutError: no rows came in time.
         """
-        if wait and not self.wait_until_sampleable(
-            batch_size, timeout=timeout, cancel_event=cancel_event
-        ):
+        if wait:
+            end = math.inf if timeout is None else time.monotonic() + timeout
+            while self.wait_until_sampleable(
+                batch_size, timeout=end - time.monotonic(), cancel_event=cancel_event
+            ):
+                with suppress(EmptyError):  # another process may empty the storage before the draw
+                    return self.sample(batch_size, return_info)
             raise TimeoutError(f"no batch could be drawn within {timeout} seconds.")
         size = self._batch_size
         if batch_size is not None:

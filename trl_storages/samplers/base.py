@@ -59,10 +59,7 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
         """
         if not isinstance(storage, PackedStorage):
             arguments.instance("storage", storage, PackedStorage)
-        if not len(storage.episodes):
-            raise RuntimeError(
-                "the storage is empty: write transitions with record(), add() or extend() first."
-            )
+        storage.episodes.check_filled()
         noise = np.empty((self.num_draws, batch_size), np.int64)
         torch.from_numpy(noise).random_(generator=self._rng)
         slots, info = self.draw(storage, noise, None)

@@ -73,7 +73,8 @@ class UniformSampler(OwnSampler):
         without_replacement: whether to go through the rows in epochs, in random order: each row that is
             live when an epoch begins is drawn once, unless it is evicted before. The last batch of an
             epoch is completed by rows of the next, and an iteration over the storage (`for batch in
-            storage`) ends with it.
+            storage`) ends with it. A reader beside a writer leaves out a few more, where it draws
+            again in the place of rows that gave way.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
     >>> ReplayStorage(storage=PackedStorage(100)).sampler
@@ -111,6 +112,7 @@ class UniformSampler(OwnSampler):
             epoch, at = _NONE, 0
         while num_found < len(noise):
             if at == len(epoch.order):
+                index.check_filled()
                 has_run_out |= num_found > 0
                 bounds = index.tails.copy(), index.cursors.copy()
                 epoch, at = _Epoch(int(noise[num_found]), *bounds, index.epoch), 0
