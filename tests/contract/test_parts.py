@@ -53,11 +53,16 @@ class TestSeeds:
     @pytest.mark.parametrize("kind", ["uniform", "all"])
     @pytest.mark.parametrize("prefetch", [1, 3])
     def test_prefetch_draws_the_same(self, prefetch, kind):
+        """Whole episodes too, which wait for the batches that are drawn ahead."""
         ahead, plain = (make(kind, size=40, batch_size=8, prefetch=n) for n in (prefetch, 0))
         for storage in (ahead, plain):
             Lanes(40).write(storage, [ends([9, 9, 9])])
-        for _ in range(12):
-            assert_batches(ahead.sample(), plain.sample())
+        batches = []
+        for number in range(24):
+            batches += [plain.sample() for _ in range(1 + prefetch - len(batches))]
+            assert_batches(ahead.sample(), batches.pop(0))
+            if number % 3:
+                assert_batches(ahead.sample_episodes(2), plain.sample_episodes(2))
         ahead.shutdown()
 
 

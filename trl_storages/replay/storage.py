@@ -555,7 +555,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             RuntimeError: no finished episode is stored whole.
         """
         n = arguments.integer("n", n, at_least=1)
-        with self._replay_lock, self._write_lock:
+        # Not while others are drawn ahead, so that a seed draws the same.
+        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
             return self._sample_episodes(n)
 
     def _sample_episodes(self, n: int) -> TensorDictBase:
