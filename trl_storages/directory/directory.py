@@ -193,7 +193,9 @@ class Directory:
         finally:
             os.close(file)
         if not described.is_clean:
-            if described.inode == opened._inode and described.boot == _boot() != "":
+            is_same = described.inode == opened._inode and described.boot == _boot()
+            # Where no boot has a name, the writer doubts the index, but a reader must follow it.
+            if is_same and (described.boot or lock is None):
                 opened.validate()
                 if lock:
                     forget_beyond(opened.index, opened.rows)
