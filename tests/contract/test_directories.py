@@ -109,6 +109,13 @@ def test_a_reopened_directory_draws_on_by_its_generator(seed, tmp_path):
     assert_same(again.sample(32), storage.sample(32))
 
 
+def test_fields_are_named_in_any_order(tmp_path):
+    fields = {"x": (torch.float32, (2,)), "y": (torch.float32, (3,))}
+    for named in (fields, dict(reversed(fields.items()))):
+        rows = library.PackedStorage(8, path=tmp_path, fields=named)
+        library.ReplayStorage(storage=rows).close()
+
+
 @pytest.mark.parametrize("way", ["move", "copy"])
 def test_a_closed_directory_may_be_moved_and_copied(way, tmp_path):
     storage, written = filled(tmp_path / "rows", "prioritized")

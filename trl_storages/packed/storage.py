@@ -143,7 +143,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if self.fields:
             described = found.layout.described
             known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
-            if None in known.values() or Layout(known, found.layout.nested) != found.layout:
+            if None in known.values() or Layout(known).described != described:
                 raise ValueError(
                     f"{self.path} holds rows of {found.layout}, got fields {self.fields}."
                 )
