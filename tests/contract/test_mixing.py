@@ -203,16 +203,10 @@ def test_the_loop_of_prioritized_replay_in_a_buffer_of_torchrls():
     assert stats.chisquare([counts[number] for number in ids.tolist()], expected).pvalue > 1e-4
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        pytest.param(lambda: {"sampler": stock.SliceSampler(slice_len=2)}, id="slices"),
-        pytest.param(lambda: {"storage": stock.LazyTensorStorage(SIZE)}, id="storage"),
-    ],
-)
-def test_an_episode_writer_with_parts_that_know_no_episodes(parts, buffer):
+@pytest.mark.parametrize("name", ["SliceSampler", "LazyTensorStorage"])
+def test_an_episode_writer_with_parts_that_know_no_episodes(name, buffer):
     with pytest.raises(TypeError, match="use "):
-        assemble(SIZE, LANES, buffer=buffer, **parts())
+        assemble(SIZE, LANES, buffer=buffer, **THEIRS[name][0]())
 
 
 def test_hindsight_over_a_storage_that_knows_no_episodes():

@@ -148,55 +148,31 @@ def test_damaged_dumps_are_refused_or_right_and_run_no_code(tmp_path):
     source.dumps(tmp_path / "dump")
     right, luck = source[:], random.Random(0)
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
-    storage, _ = written("uniform", "memory", 5)
     for file in sorted(path for path in (tmp_path / "dump").rglob("*") if path.is_file()):
         data = file.read_bytes()
-        for damage in ("shorter", "byte", "removed", "pickle"):
+        for damage in ("shorter", "removed", "pickle", *["bit"] * 5):
             changed = bytearray(data)
             if damage == "shorter":
                 del changed[luck.randrange(len(data) or 1) :]
-            elif damage == "byte" and data:
+            elif damage == "bit" and data:
                 changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
             elif damage == "pickle":
                 changed = bytearray(bomb)
             file.write_bytes(changed)
             if damage == "removed":
                 file.unlink()
+            storage, _ = written("uniform", "memory", 5)
             before = storage[:]
             try:
                 storage.loads(tmp_path / "dump")
             except (ValueError, KeyError, TypeError, OSError):
                 assert_same(storage[:], before)
             else:
-                # A flipped bit of a value is read as it is.
-                loaded = ids_of(storage[:]) if damage == "byte" else storage[:]
-                assert loaded.shape == right.shape
-                if damage != "byte":
-                    assert_same(loaded, right)
-                storage, _ = written("uniform", "memory", 5)
+                assert_same(storage[:], right)
             assert not (tmp_path / "exploded").exists()
         file.write_bytes(data)
     storage.loads(tmp_path / "dump")
     assert_same(storage[:], right)
-
-
-@pytest.mark.requirement("refused-is-unchanged")
-def test_flipped_bits_of_dumps_are_found(tmp_path):
-    source, _ = written("uniform", "memory", 17)
-    source.dumps(tmp_path / "dump")
-    storage, luck = storage_of("uniform", "memory"), random.Random(0)
-    for file in [path for path in (tmp_path / "dump").rglob("*") if path.is_file()]:
-        data = file.read_bytes()
-        for _ in range(5 * bool(data)):
-            changed = bytearray(data)
-            changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
-            file.write_bytes(changed)
-            try:
-                storage.loads(tmp_path / "dump")
-            except (ValueError, KeyError, TypeError, OSError):
-                continue
-            assert_same(storage[:], source[:])
-        file.write_bytes(data)
 
 
 @pytest.mark.requirement("stored-once")
