@@ -28,10 +28,13 @@ class Priorities:
     Args:
         storage: holds the rows.
         alpha, eps: of the weights.
-        largest: the largest raw priority so far, as far as it is of no row.
+        largest: the largest raw priority that was ever reported, 0 if none was; what new rows got does
+            not count. None takes it from the rows, as does who follows another process.
     """
 
-    def __init__(self, storage: PackedStorage, alpha: float, eps: float, largest: float) -> None:
+    def __init__(
+        self, storage: PackedStorage, alpha: float, eps: float, largest: float | None
+    ) -> None:
         index = self.index = storage.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
@@ -44,8 +47,10 @@ class Priorities:
         self._least: np.ndarray | None = None
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
+        if largest is None or not self.is_own:
+            largest = max(largest or 0.0, self._largest_of(index.live_slots().numpy()))
         #: The largest raw priority so far, 0 before one is set.
-        self.largest = max(largest, self._largest_of(index.live_slots().numpy()))
+        self.largest = largest
         #: How many batches were drawn.
         self.num_draws = 0
 

@@ -113,8 +113,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
-        # The largest priority so far, for the priorities to be made.
-        self._largest = 0.0
+        # The largest priority so far, for the priorities to be made; None is not known.
+        self._largest: float | None = None
 
     def priorities_of(self, storage: PackedStorage) -> Priorities:
         """Returns the priorities of a storage's rows, which know all of them.
@@ -130,7 +130,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                     f"{self._max_capacity}."
                 )
             self._priorities = known = Priorities(storage, self.alpha, self.eps, self._largest)
-            self._largest = 0.0
+            self._largest = None
         elif (known.alpha, known.eps, known.is_own) != made_for:
             self._priorities = known = Priorities(storage, self.alpha, self.eps, known.largest)
         known.catch_up()
@@ -176,14 +176,14 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         self._priorities, self._largest = None, 0.0
 
     def state(self) -> State:
-        """Returns the largest priority so far, 0 if none was set; priorities are with the rows."""
+        """Returns the largest priority so far, None where rows tell it; priorities are with the rows."""
         known = self._priorities
         return {"largest": self._largest if known is None else known.largest}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         (largest,) = entries_of("PERSampler", state, ("largest",))
-        largest = arguments.number("largest", largest, at_most=_MOST)
+        largest = arguments.optional(arguments.number, "largest", largest, at_most=_MOST)
 
         def adopt() -> None:
             self._priorities, self._largest = None, largest
