@@ -63,8 +63,8 @@ __all__ = [
     "take",
 ]
 
-# How many rows ahead memory is asked for.
-_AHEAD = 16
+# How many rows ahead memory is asked for: loops begin so many early, for that of their first rows.
+_AHEAD = 32
 
 
 @loop
@@ -292,10 +292,12 @@ def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> No
     """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, what is next of entries `last`."""
     F, O, _, _, R = sizes
     older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
-    for i in range(len(at)):
+    for i in range(-_AHEAD, len(at)):
         if i + _AHEAD < len(at):
             prefetch(entries, at[i + _AHEAD], 0, W * 8)
             prefetch(entries, last[i + _AHEAD], R * 8, (W + O) * 8)
+        if i < 0:
+            continue
         for j in range(k - 1):
             copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
             copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
@@ -311,9 +313,11 @@ def take(elements: Any, at: Any, ahead: int, start: int, out: Any) -> None:
     Entries are viewed as `elements` `[E M, *]`.
     """
     k, begin, size = out.shape[1], start * elements.itemsize, out.shape[2] * elements.itemsize
-    for i in range(len(at)):
+    for i in range(-_AHEAD, len(at)):
         if i + _AHEAD < len(at):
             prefetch(elements, at[i + _AHEAD] + ahead, begin, begin + size)
+        if i < 0:
+            continue
         for j in range(k):
             for w in range(out.shape[2]):
                 out[i, j, w] = elements[at[i] + ahead - (k - 1) + j, start + w]
@@ -332,16 +336,17 @@ def paste(
         start: where the field begins in an entry.
         size: its number of words.
         mask: `[B]` which rows.
-        rows: `[B, *]`, viewed likewise.
-        firsts: where it goes in a row.
+        rows: `[B, *]` int64.
+        firsts: where it goes in a row, in words of the field.
     """
     begin, end = start * elements.itemsize, (start + size) * elements.itemsize
-    for i in range(len(at)):
+    out = rows.view(elements.dtype)
+    for i in range(-_AHEAD, len(at)):
         if i + _AHEAD < len(at):
             prefetch(elements, at[i + _AHEAD] + ahead, begin, end)
-        if mask[i]:
+        if i >= 0 and mask[i]:
             p = at[i] + ahead
             for w in range(size):
                 value = elements[p, start + w]
                 for first in firsts:
-                    rows[i, first + w] = value
+                    out[i, first + w] = value

@@ -227,9 +227,8 @@ class HostRows:
         firsts = self._firsts(key, targets)
         if not len(firsts):
             return False
-        words, ahead = self._words[size], int(field.is_next)
-        out = rows.numpy().view(words.dtype)
-        streams.paste(words, at, ahead, start, count, mask.numpy(), out, firsts)
+        source = self._words[size], at, int(field.is_next), start, count
+        streams.paste(*source, mask.numpy(), rows.numpy(), firsts)
         return True
 
     def rewrite(self, key: NestedKey, at: np.ndarray, values: torch.Tensor) -> None:
