@@ -232,13 +232,13 @@ class Machine(RuleBasedStateMachine):
                 streams.compare(
                     *(rows.entries, self.layout.sizes, self.k, tips, offsets, words, how)
                 )
-            at, slots = np.empty(n, np.int64), np.empty(n, np.int64)
+            at, slots, numbers = np.empty((3, n), np.int64)
             saved = [it.copy() for it in tables[:5]]
             streams.make_room(tables, which, offsets, how, at)
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            streams.enter(tables, which, offsets, how, at, done, cut, False, slots)
+            streams.enter(tables, which, offsets, how, at, done, cut, False, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)
@@ -250,12 +250,8 @@ class Machine(RuleBasedStateMachine):
                 streams.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
             if self.has_file and rows is self.directory.rows:
                 before = rows.marked[0].copy()
-                sizes = np.diff(offsets)
-                steps = np.arange(n) + (index.cursors[which] - offsets[:-1]).repeat(sizes)
-                checks.mark(
-                    *(tables, rows.entries, self.layout.observation_words, rows.marked),
-                    *(how, at, slots, steps),
-                )
+                sizes = self.layout.observation_words, self.k
+                checks.mark(rows.entries, *sizes, rows.marked, how, at, numbers)
                 if after == "copy":
                     np.copyto(rows.marked[0], before, where=chance(before.shape) >= stores)
             streams.publish(tables, which[:first], offsets[: first + 1])

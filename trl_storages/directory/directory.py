@@ -15,7 +15,7 @@ from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, syn
 from trl_storages.directory.recovery import forget_beyond, recover
 from trl_storages.index import EpisodeIndex
 from trl_storages.index.invariants import check_bounds, require
-from trl_storages.kernels import DONE, FIRST, checks
+from trl_storages.kernels import checks
 from trl_storages.streams import Arena, HostRows, Layout, room_for
 
 __all__ = ["Directory"]
@@ -221,10 +221,8 @@ class Directory:
             index.validate()
             lane, step, slot = index.kept()
             at = index.where[slot]
-            steps, begins, done = checks.steps_of(self.rows.marked[0][at, checks.NUMBER])
-            first = index.spans[lane, index.episode[slot], FIRST]
-            whole = self.rows.are_whole(at) & (steps == step) & (begins == (first == step))
-            whole &= done == (index.ends[slot] == DONE)
+            numbers = checks.numbers(index.tables, slot, step)
+            whole = self.rows.are_whole(at) & (self.rows.marked[0][at, checks.NUMBER] == numbers)
             require("rows are whole", whole, index.tables, lane, step)
         except RuntimeError as error:
             raise damaged(self.path / self._described.rows, str(error)) from error

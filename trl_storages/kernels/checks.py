@@ -26,7 +26,7 @@ import numpy as np
 from trl_storages.kernels import DONE, FIRST, SAME
 from trl_storages.kernels.compile import inlined, loop
 
-__all__ = ["NUMBER", "NUM_WORDS", "are_whole", "factors", "mark", "steps_of"]
+__all__ = ["NUMBER", "NUM_WORDS", "are_whole", "factors", "mark", "number", "numbers", "steps_of"]
 
 NUMBER, OF_OBSERVATION, OF_STEP = range(3)
 NUM_WORDS = 3
@@ -77,23 +77,36 @@ def _of_step(entries: Any, marks: Any, p: int, size: int, k: int, number: int, c
     return _finished(total)
 
 
+@inlined
+def number(step: int, begins: bool, done: bool) -> int:
+    """Returns the first word of the mark of a step."""
+    return (step + 1) << 2 | (2 if begins else 0) | (1 if done else 0)
+
+
 @loop
-def mark(
-    index: Any, entries: Any, size: int, marked: Any, how: Any, at: Any, slots: Any, steps: Any
-) -> None:
-    """Marks the entries of rows that were entered and copied, before they are published.
+def numbers(index: Any, slots: Any, steps: Any) -> Any:
+    """Returns the first words of the marks of some steps of an index, `[N]`."""
+    _, episode, ends, spans, _, T, _, _, _ = index
+    found = np.empty(len(slots), np.int64)
+    for i in range(len(slots)):
+        begins = spans[slots[i] // T, episode[slots[i]], FIRST] == steps[i]
+        found[i] = number(steps[i], begins, ends[slots[i]] == DONE)
+    return found
+
+
+@loop
+def mark(entries: Any, size: int, k: int, marked: Any, how: Any, at: Any, numbers: Any) -> None:
+    """Marks the entries of rows that were copied, before they are published.
 
     Args:
-        index: as in `kernels`.
         entries: `[E M, W]`.
         size: O.
+        k: frames a stack.
         marked: the marks `[E M, 3]`, and c.
         how: `[N]` how each row compares with what its stream ends with.
         at: `[N]` its entry.
-        slots: `[N]` its slot.
-        steps: `[N]` the number of its step.
+        numbers: `[N]` the first word of its mark.
     """
-    _, episode, ends, spans, lanes, T, _, k, _ = index
     marks, c = marked
     for i in range(len(at)):
         # Observations that were there are marked already.
@@ -101,12 +114,8 @@ def mark(
             marks[q, NUMBER] = marks[q, OF_STEP] = 0
             marks[q, OF_OBSERVATION] = _of_observation(entries, q, size, c)
     for i in range(len(at)):
-        p, slot = at[i], slots[i]
-        e = slot // T if len(lanes) > 1 else 0
-        begins = spans[e, episode[slot], FIRST] == steps[i]
-        number = (steps[i] + 1) << 2 | (2 if begins else 0) | (1 if ends[slot] == DONE else 0)
-        marks[p, OF_STEP] = _of_step(entries, marks, p, size, k, number, c)
-        marks[p, NUMBER] = number
+        marks[at[i], OF_STEP] = _of_step(entries, marks, at[i], size, k, numbers[i], c)
+        marks[at[i], NUMBER] = numbers[i]
 
 
 @loop
@@ -116,8 +125,7 @@ def are_whole(entries: Any, size: int, k: int, marked: Any, at: Any, whole: Any)
     seen = np.zeros(len(marks), np.uint8)  # whether an observation is whole, 1, or not, 2
     for i in range(len(at)):
         p = at[i]
-        number = marks[p, NUMBER]
-        same = _of_step(entries, marks, p, size, k, number, c) == marks[p, OF_STEP]
+        same = _of_step(entries, marks, p, size, k, marks[p, NUMBER], c) == marks[p, OF_STEP]
         for q in range(p - (k - 1), p + 2):
             if same and seen[q] == 0:
                 is_right = _of_observation(entries, q, size, c) == marks[q, OF_OBSERVATION]

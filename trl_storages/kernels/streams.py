@@ -46,7 +46,7 @@ from trl_storages.kernels import (
     TAIL,
     WHERE,
 )
-from trl_storages.kernels.checks import mark
+from trl_storages.kernels.checks import mark, number
 from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
 
 __all__ = [
@@ -179,10 +179,12 @@ def enter(
     cut: Any,
     cuts_gaps: bool,
     slots: Any,
+    numbers: Any,
 ) -> int:
     """Enters rows beyond the cursors into the index, in `slots` `[N]`; returns how many gaps it cut.
 
-    A gap is a row that does not continue the one before it, whose episode nobody ended.
+    A gap is a row that does not continue the one before it, whose episode nobody ended. `numbers` `[N]`
+    gets the first words of their marks, see `checks`.
     """
     where, episode, ends, spans, lanes, T, _, _, priorities = index
     gaps = 0
@@ -190,21 +192,22 @@ def enter(
         e = which[m]
         step = lanes[e, CURSOR]
         before = e * T + (step - 1) % T
-        goes_on, number = False, T
+        goes_on, running = False, T
         if step > 0:
-            goes_on, number = ends[before] == GOES_ON, episode[before]
+            goes_on, running = ends[before] == GOES_ON, episode[before]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
             is_gap = cuts_gaps and goes_on and not cut[i] and how[i] == GAP
             gaps += is_gap
-            if is_gap or cut[i] or not goes_on:
+            begins = is_gap or cut[i] or not goes_on
+            if begins:
                 if step > 0:  # a write that was cut off may have gone on with it
-                    spans[e, number, LAST] = step - 1
-                number = number + 1 if number < T else 0
-                spans[e, number, FIRST] = step
-            spans[e, number, LAST] = step
-            slots[i] = e * T + slot
-            where[slots[i]], episode[slots[i]] = at[i], number
+                    spans[e, running, LAST] = step - 1
+                running = running + 1 if running < T else 0
+                spans[e, running, FIRST] = step
+            spans[e, running, LAST] = step
+            slots[i], numbers[i] = e * T + slot, number(step, begins, done[i])
+            where[slots[i]], episode[slots[i]] = at[i], running
             ends[slots[i]] = DONE if done[i] else GOES_ON
             if priorities[slots[i]] != 0:  # of the step that gave way
                 priorities[slots[i]] = 0
@@ -257,19 +260,14 @@ def put(
 ) -> int:
     """Writes a block whole; returns how many gaps were cut. In memory the marks are none."""
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
-    tips = np.empty(len(which), np.int64)
+    tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
     find_tips(index, which, tips)
     compare(entries, sizes, index[STACK], tips, offsets, block, how)
     make_room(index, which, offsets, how, at)
-    gaps = enter(index, which, offsets, how, at, done, cut, cuts_gaps, slots)
+    gaps = enter(index, which, offsets, how, at, done, cut, cuts_gaps, slots, numbers)
     copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
-        steps = np.empty(len(block), np.int64)
-        for m in range(len(which)):
-            before = index[LANES][which[m], CURSOR] - offsets[m]
-            for i in range(offsets[m], offsets[m + 1]):
-                steps[i] = before + i
-        mark(index, entries, sizes[1], marked, how, at, slots, steps)
+        mark(entries, sizes[1], index[STACK], marked, how, at, numbers)
     publish(index, which, offsets)
     return gaps
 

@@ -86,9 +86,9 @@ class DeviceRows:
             words = sent(words, self.device)
         else:
             how, done, cut, lasts = self._compared_here(block)
-        at, slots = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+        at, slots, numbers = np.empty((3, num_rows), np.int64)
         streams.make_room(tables, which, offsets, how, at)
-        gaps = streams.enter(tables, which, offsets, how, at, done, cut, cuts_gaps, slots)
+        gaps = streams.enter(tables, which, offsets, how, at, done, cut, cuts_gaps, slots, numbers)
         self._copy_in(words, sent(at, self.device))
         streams.publish(tables, which, offsets)
         self._keep(which[offsets[1:] > offsets[:-1]], lasts)

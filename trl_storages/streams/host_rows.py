@@ -156,10 +156,9 @@ class HostRows:
         at = self._index.where[slots]
         how = np.full(len(at), GAP, np.uint8)
         how[1:][np.diff(at) == 1] = SAME
-        checks.mark(
-            *(self._index.tables, self.entries, self._layout.observation_words, self.marked),
-            *(how, at, slots, steps),
-        )
+        numbers = checks.numbers(self._index.tables, slots, steps)
+        sizes = self._layout.observation_words, self._layout.frames
+        checks.mark(self.entries, *sizes, self.marked, how, at, numbers)
 
     def are_whole(self, at: np.ndarray) -> np.ndarray:
         """Returns whether the steps in entries `[B]` of a file are whole, with what they need."""
