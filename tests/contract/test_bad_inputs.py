@@ -404,6 +404,7 @@ OPTIONS = {
     "batch_size": [0, -1, 1.5, "x"],
     "device": ["nowhere", 5, []],
     "mode": ["w", 5],
+    "max_entries": [6, 1.5, "x"],
     **PARAMETERS,
     "reward_fn": [None, 5, "x"],
     "terminated_fn": [5, "x"],

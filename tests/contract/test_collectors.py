@@ -414,9 +414,9 @@ def test_entries_without_a_field_are_told_of_once(is_lazy):
     """Such as recurrent states and costs; what the policy computed on its way is not missed."""
     storage, player = make(), Player()
     for number in range(3):
-        data = rows(player.play([], 3))
-        data["hidden"] = data["next", "hidden"] = torch.zeros(3, 8)
-        data["next", "cost"] = data["loc"] = torch.zeros(3, 1)
+        data = rows(player.play([], 3 + number))
+        data["hidden"] = data["next", "hidden"] = torch.zeros(len(data), 8)
+        data["next", "cost"] = data["loc"] = torch.zeros(len(data), 1)
         if is_lazy:
             data = LazyStackedTensorDict(*data.unbind(0))
         if number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import shutil
 from pathlib import Path
@@ -21,14 +22,19 @@ STEPS = 12
 ERRORS = (ValueError, OSError, RuntimeError)
 
 
-def damage(path: Path, luck: random.Random) -> None:
-    """Changes a file: cuts off its end, flips a bit, or zeroes a part."""
+def damage(path: Path, luck: random.Random, page: int | None = None) -> None:
+    """Changes a file: cuts off its end, flips a bit, zeroes a part, or begins a page anew."""
     files = [file for file in path.rglob("*") if file.is_file() and file.stat().st_size]
     file = luck.choice(sorted(files))
+    if page is not None:
+        (file,) = path.glob("rows.*")
     data = bytearray(file.read_bytes())
     place = luck.randrange(len(data))
     way = luck.choice(["shorter", "bit", "bit", "zeros"])
-    if way == "shorter":
+    if page is not None:
+        place = page * mmap.PAGESIZE % len(data)
+        data[place : place + 64] = 64 * b"\x7f"
+    elif way == "shorter":
         del data[place:]
     elif way == "bit":
         data[place] ^= 1 << luck.randrange(8)
@@ -86,7 +92,7 @@ def test_of_a_writer_that_closed_it(tmp_path, seed):
     storage.close()
     for number in range(20):
         shutil.copytree(tmp_path / "rows", copied := tmp_path / f"copy {number}")
-        damage(copied, luck)
+        damage(copied, luck, None if seed else number)
         try:
             storage = library.ReplayStorage.open(copied, check=True, batch_size=16)
         except ERRORS:

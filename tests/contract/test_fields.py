@@ -128,6 +128,16 @@ class TestFrameStacks:
             last = at + row["steps_to_next_obs"].item() - 1
             assert torch.equal(row["next", "observation"], data["next", "observation"][last])
 
+    def test_they_stay_whole_where_memory_is_given_back(self, place):
+        box = gymnasium.spaces.Box(-np.inf, np.inf, (3, 512))
+        options = {"place": place, "storage_size": 16, "frame_stack": 3}
+        storage = make_of(box, gymnasium.spaces.Discrete(2), **options)
+        frames = np.ones((3, 512), np.float32) * np.arange(3, dtype=np.float32)[:, None]
+        for step in range(300):
+            storage.record(frames + step, 0, 0.0, False, False, {}, frames + step + 1)
+            first = torch.arange(max(step - 15, 0), step + 1)[:, None, None]
+            assert (storage[:]["observation"] == torch.from_numpy(frames) + first).all()
+
     LAYOUTS = {
         # Several channels a frame, as DrQ-v2 and CatFrames join them.
         "first": ((6, 2, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),

@@ -1,6 +1,7 @@
 """`record` in plain gymnasium loops: the rows are those of loops over single environments."""
 
 from itertools import pairwise
+from types import MappingProxyType
 
 import gymnasium
 import numpy as np
@@ -114,7 +115,7 @@ def seen_tensors(seen):
 
 def as_tensors(value):
     if isinstance(value, dict):
-        return {key: as_tensors(entry) for key, entry in value.items()}
+        return MappingProxyType({key: as_tensors(entry) for key, entry in value.items()})
     is_array = isinstance(value, np.ndarray) and value.dtype != object
     return torch.from_numpy(value) if is_array else value
 

@@ -226,6 +226,8 @@ class TestEmpty:
         storage.empty(keep_steps=keep_steps)
         kept = [step for lane in (0, 1) for step in lanes.live_of(lane)[-keep_steps:]]
         assert sorted(ids_of(storage[:]).tolist()) == sorted(step.id for step in kept)
+        fill = [sum(step.lane == lane for step in kept) for lane in (0, 1)]
+        assert storage.episodes.fill.tolist() == fill
         lanes.write(storage, [[False, False]] * 2)
         assert len(storage) == min(len(kept) + 4, 24)
 

@@ -70,17 +70,18 @@ def test_fields_are_those_of_spaces_or_specs(kind, of):
 @pytest.mark.parametrize(
     "space",
     [
-        NonTensor(()),
-        Unbounded((-1,)),
+        NonTensor((2,)),
+        Unbounded((2, -1)),
+        Unbounded(()),
         gymnasium.spaces.Text(5),
         gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)]),
         object(),
     ],
-    ids=["non-tensors", "of any length", "text", "tuple", "no space"],
+    ids=["non-tensors", "of any length", "of all environments", "text", "tuple", "no space"],
 )
 def test_spaces_without_a_field_are_refused(space):
     with pytest.raises(TypeError, match="must be"):
-        make_of(SPECS, space, "uniform")
+        make_of(SPECS.expand(2), space, "uniform")
 
 
 @pytest.mark.requirement("refused-is-unchanged")

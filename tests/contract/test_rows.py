@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract.make import LAYOUTS, assemble, make
+from contract.make import LAYOUTS, assemble, library, make
 from contract.steps import Player, assert_same, ids_of, play, record, rows, write
 
 pytestmark = pytest.mark.requirement("stored-once")
@@ -44,6 +44,7 @@ def test_lanes_of_different_lengths(place):
 
 def test_too_few_entries_are_said_once(place):
     """Episodes of one step need two entries each, which there are unless `max_entries` says less."""
+    make(place=place, size=1000, max_entries=7)  # the least
     storage, player = make(place=place, size=1000, max_entries=1200), Player()
     storage.extend(rows(player.play([50] * 18)))
     steps = player.play([1] * 2000)
@@ -57,6 +58,16 @@ def test_too_few_entries_are_said_once(place):
         whole = make(place=place, size=1000)
         whole.extend(rows(steps))
         assert_same(whole[:], rows(steps[-1000:]))
+
+
+def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
+    data = rows(Player().play([2, 3]))
+    data["is_over"] = data["next"].pop("done")[:, 0]
+    stored = [key for key in data.keys(True, True) if key != "is_over"]
+    writer = library.EpisodeWriter(done_key="is_over", keys=stored)
+    storage = assemble(20, place=place, writer=writer)
+    storage.extend(data)
+    assert storage.episodes.episodes()["length"].tolist() == [2, 3]
 
 
 def test_a_step_of_a_loop_lacks_what_only_batches_tell():

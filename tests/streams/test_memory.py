@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
 from streams import fill
 
-from trl_storages import UniformReplayStorage
 from trl_storages.index import EpisodeIndex
 from trl_storages.streams import Arena, Block, HostRows, Layout, room_for
 from trl_storages.streams.arena import GIVES_BACK
@@ -55,14 +53,3 @@ def test_memory_is_given_back(is_shared):
     places = rows.entries_of(index.live_slots())
     steps = rows.take(("next", "observation"), places) - rows.take("observation", places)
     assert (steps == 1).all()
-
-
-def test_stacks_stay_whole_where_memory_is_given_back():
-    space = Box(-np.inf, np.inf, (3, 512))
-    storage = UniformReplayStorage(space, Discrete(2), storage_size=16, frame_stack=3)
-    frames = np.ones((3, 512), np.float32) * np.arange(3, dtype=np.float32)[:, None]
-    for step in range(300):
-        seen, after = frames + step, frames + step + 1
-        storage.record(seen, 0, 0.0, False, False, {}, after)
-        first = torch.arange(max(step - 15, 0), step + 1)[:, None, None]
-        assert (storage[:]["observation"] == torch.from_numpy(frames) + first).all()

@@ -193,8 +193,8 @@ def _cover(starts: Any, ranges: Any) -> Any:
         that the same weights elsewhere are drawn alike.
     """
     depth, R, n = len(starts) - 2, ranges.shape[1], 0
-    nodes = np.zeros((2, max(2 * (FAN_OUT - 1) * depth * R, 1)), np.int64)
-    ending = np.empty((2, (FAN_OUT - 1) * depth), np.int64)
+    nodes = np.zeros((2, max(2 * FAN_OUT * depth * R, 1)), np.int64)
+    ending = np.empty((2, FAN_OUT * depth), np.int64)
     for r in range(R):
         left, right, level, num_ending = ranges[0, r], ranges[1, r], depth, 0
         while left < right:

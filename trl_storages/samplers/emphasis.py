@@ -147,7 +147,7 @@ class ERESampler(WrappingSampler):
         """Draws the batch of the next update, as its base does in the window."""
         index, phase = storage.episodes, self._phase
         epoch, written = index.epoch, int(index.cursors.sum())
-        if phase.epoch not in (None, epoch) or phase.written > written:
+        if phase.epoch not in (None, epoch):
             self._phase = phase = _Phase()
         # What was written since a phase was over begins the next one.
         if phase.written < written and phase.update >= phase.num_updates:
