@@ -13,13 +13,6 @@ def doubles(values):
 
 
 @pytest.mark.requirement("per-sequence")
-def test_sequence_priority_by_hand():
-    # 0.9 * 1 + 0.1 * 1/4.
-    priority = sequence_priority(torch.tensor([0.0, 0.0, 0.0, -1.0]), eta=0.9)
-    assert priority.item() == pytest.approx(0.925)
-
-
-@pytest.mark.requirement("per-sequence")
 @given(
     st.lists(st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4), min_size=1),
     st.floats(0, 1),

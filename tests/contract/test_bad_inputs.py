@@ -347,21 +347,6 @@ def test_states_that_do_not_fit(pair):
     pair.assert_unchanged()
 
 
-def test_a_damaged_dump_is_refused_as_a_whole(pair):
-    """Each file of it in turn: cut short, or missing."""
-    folder = new_folder() / "dump"
-    pair.twin.dumps(folder)
-    for name, content in files_of(folder).items():
-        for damaged in (content[: len(content) // 2], None):
-            path = folder / name
-            path.unlink() if damaged is None else path.write_bytes(damaged)
-            if content:
-                with pytest.raises((OSError, KeyError, *BAD)):
-                    pair.tried.loads(folder)
-            path.write_bytes(content)
-    pair.assert_unchanged()
-
-
 def anew(path):
     return library.PackedStorage(24, path=path, fields=make().storage.fields, fresh=True)
 

@@ -299,13 +299,6 @@ class TestGaps:
                 expected[steps[at].id] = following
         assert lengths(storage) == expected
 
-    def test_they_may_be_ignored(self, place):
-        storage, player = self.make(place, 1, on_gap="ignore"), Player()
-        storage.extend(rows(player.play([], 3)))
-        player.jump()
-        storage.extend(rows(player.play([], 3)))
-        assert sorted(lengths(storage).values()) == [1, 2, 3, 4, 5, 6]
-
     def test_what_is_ended_or_goes_on_is_no_gap(self):
         storage, players = self.make(), [Player(0), Player(1)]
         with warnings.catch_warnings():
@@ -339,14 +332,6 @@ class TestGaps:
         collect()
         collect()
         assert len(storage) == 96
-        assert_nothing_crosses(storage)
-
-    def test_rollouts_that_restart(self):
-        env, storage = tally(), tally_storage(1)
-        storage.extend(env.rollout(5, break_when_any_done=False))
-        with pytest.warns(UserWarning, match="end_episodes"):
-            storage.extend(env.rollout(5, break_when_any_done=False))
-        storage.extend(env.rollout(5, break_when_any_done=False))
         assert_nothing_crosses(storage)
 
     def test_trajectory_ids_cut(self):

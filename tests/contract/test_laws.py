@@ -530,13 +530,6 @@ class TestRecency:
             sampler.begin_phase(1)
             assert_uniform(counted(storage, lanes, 5000), lanes.newest(count))
 
-    def test_uniform_in_the_window(self):
-        sampler = ERESampler(0.9, c_min=20)
-        storage, lanes = assemble(97, sampler=sampler), Lanes(97)
-        lanes.write(storage, [ends([30, 40, 50])])
-        sampler.begin_phase(1)
-        assert_uniform(counted(storage, lanes, 20_000), lanes.newest(20))
-
     def test_fewer_rows_than_c_min_are_drawn_uniformly(self):
         storage, lanes = assemble(1000, sampler=ERESampler(0.9, c_min=31)), Lanes(1000)
         lanes.write(storage, [ends([30])])

@@ -121,18 +121,6 @@ def test_epochs_go_on_in_the_place_of_torchrls(place):
     assert Counter(drawn) == dict.fromkeys(lanes.live(), 3)
 
 
-def test_a_transform_of_torchrl_is_applied():
-    scaled, plain = (
-        assemble(SIZE, LANES, transform=transform)
-        for transform in (RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]), None)
-    )
-    batches = []
-    for storage in (scaled, plain):
-        HISTORY.write(storage)
-        batches.append(storage.sample()["next", "reward"])
-    assert torch.equal(batches[0], 2 * batches[1])
-
-
 # TorchRL's buffers can't name lanes.
 FULL = HISTORIES["lanes"]
 
@@ -178,13 +166,6 @@ def test_our_parts_in_a_buffer_of_torchrls(ours, buffer, place):
     batch = made.sample(32)
     expected = rows(lanes.of(batch))
     assert_same(batch.select(*expected.keys(True, True)), expected)
-
-
-def test_uniformly_in_a_buffer_of_torchrls(buffer):
-    made = assemble(FULL.size, FULL.lanes, buffer=buffer, batch_size=None, sampler=UniformSampler())
-    lanes = FULL.write(made)
-    counts = Counter(ids_of(made.sample(100 * len(lanes.live()))).tolist())
-    assert stats.chisquare([counts[step.id] for step in lanes.live()]).pvalue > 1e-4
 
 
 def test_the_loop_of_prioritized_replay_in_a_buffer_of_torchrls():

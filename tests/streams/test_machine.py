@@ -359,7 +359,6 @@ class Machine(RuleBasedStateMachine):
         slots = torch.tensor([e * T + s % T for e, s in steps], dtype=torch.int64)
         expected = np.array([self.lanes[e].rows[s] for e, s in steps])
         noise = torch.from_numpy(self.rng.integers(0, 2**63 - 1, 64))
-        picked = slots[torch.from_numpy(self.rng.integers(0, len(slots), 12))] if steps else slots
         drawn, seed = [], int(self.rng.integers(2**32))
         by_age = sorted(steps, key=lambda it: it[1] - len(self.lanes[it[0]].rows))
         for index, rows in self.forms:
@@ -392,7 +391,6 @@ class Machine(RuleBasedStateMachine):
                 is_next = key[0] == "next"
                 assert same_bits(mixed[key], view[order] if is_next else view)
             self.check_steps(index, slots, steps, tails)
-            self.check_windows(index, picked, steps, tails)
             drawn.append(index.draw(noise.numpy()))
         if self.has_file:
             self.directory.validate()
@@ -427,18 +425,6 @@ class Machine(RuleBasedStateMachine):
         ]
         assert index.is_done(slots).tolist() == [self.lanes[e].done[s] for e, s in steps]
         assert index.steps_of(slots).tolist() == [s for _, s in steps]
-
-    def check_windows(self, index, picked, steps, tails):
-        """Rows that follow, of the same episode; the laws of draws are the contract's."""
-        step_of = dict(zip(index.live_slots().tolist(), steps, strict=True))
-        n = int(self.rng.integers(1, 8))
-        found, lengths = index.windows(picked.numpy(), n)
-        for b, slot in enumerate(picked.tolist()):
-            e, s = step_of[slot]
-            _, _, last = self.reachable(e, s, int(tails[e]))
-            wanted = [min(s + j, last) for j in range(n)]
-            assert found[:, b].tolist() == [e * self.T + it % self.T for it in wanted]
-            assert lengths[b] == len(set(wanted))
 
 
 TestStreams = pytest.mark.requirement("stored-once")(Machine.TestCase)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Compose
 
 from tests.benchmarks.data import (
@@ -24,8 +23,7 @@ from tests.benchmarks.data import (
     lane_steps,
     to_tensordict,
 )
-from tests.benchmarks.peers.base import Buffer
-from tests.benchmarks.peers.torchrl import columns_of
+from tests.benchmarks.peers import torchrl
 from trl_storages import (
     EpisodeSequence,
     EpisodeWriter,
@@ -51,7 +49,7 @@ def goal_reward(
     return (distance < 0.05**2).float() - 1
 
 
-class Uniform(Buffer):
+class Uniform(torchrl.Uniform):
     """Uniform draws."""
 
     def __init__(self, columns: Columns, capacity: int):
@@ -59,98 +57,69 @@ class Uniform(Buffer):
         for rows in to_tensordict(columns).split(10_000):
             self.buffer.extend(rows)
 
-    def put_together(self, capacity: int, **parts: Any) -> ReplayStorage:
-        rows = PackedStorage(capacity, device=self.device)
-        return ReplayStorage(storage=rows, **parts)
-
     def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(capacity)
+        rows = PackedStorage(capacity, device=self.device)
+        return ReplayStorage(storage=rows, **self.parts(capacity))
 
-    @staticmethod
-    def prepare(rows: Columns) -> list[TensorDict]:
-        return list(to_tensordict(rows).unbind(0))
-
-    def write(self, prepared: list[TensorDict]) -> None:
-        for step in prepared:
-            self.buffer.add(step)
-
-    def sample(self, batch_size: int) -> TensorDictBase:
-        return self.buffer.sample(batch_size)
-
-    @staticmethod
-    def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
-        return columns_of(batch)
+    def parts(self, capacity: int) -> dict[str, Any]:
+        return {}
 
 
 class Hindsight(Uniform):
     """Hindsight at sample time, from later steps of the episode."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(
-            capacity,
-            sampler=HERSampler("future", HINDSIGHT_GOALS),
-            transform=GoalRelabel(goal_reward),
-        )
+    def parts(self, capacity: int) -> dict[str, Any]:
+        sampler = HERSampler("future", HINDSIGHT_GOALS)
+        return {"sampler": sampler, "transform": GoalRelabel(goal_reward)}
 
 
 class Folded(Uniform):
     """Flat observations, folded at sample time."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(capacity, transform=NStep(N_STEPS, DISCOUNT))
+    def parts(self, capacity: int) -> dict[str, Any]:
+        return {"transform": NStep(N_STEPS, DISCOUNT)}
 
 
 class Recent(Uniform):
     """Flat observations, recent ones more often."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(capacity, sampler=ERESampler())
+    def parts(self, capacity: int) -> dict[str, Any]:
+        return {"sampler": ERESampler()}
 
 
 class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(
-            capacity,
-            sampler=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA),
-        )
+    def parts(self, capacity: int) -> dict[str, Any]:
+        return {"sampler": PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA)}
 
-    def sample(self, batch_size: int) -> TensorDictBase:
-        batch = self.buffer.sample(batch_size)
-        batch.set("td_error", torch.linspace(0.1, 1, len(batch), device=self.device))
-        self.buffer.update_tensordict_priority(batch)
-        return batch
+    sample = torchrl.Prioritized.sample
 
 
-class HindsightNStep(Uniform):
+class HindsightNStep(Hindsight):
     """Hindsight, folded for the goal that was drawn."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(
-            capacity,
-            sampler=HERSampler("future", HINDSIGHT_GOALS),
-            transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
-        )
+    def parts(self, capacity: int) -> dict[str, Any]:
+        folded = Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT))
+        return {**super().parts(capacity), "transform": folded}
 
 
-class Everything(Prioritized):
+class Everything(HindsightNStep):
     """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        priorities = PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA)
-        return self.put_together(
-            capacity,
-            sampler=HERSampler("future", HINDSIGHT_GOALS, base=ERESampler(base=priorities)),
-            transform=Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT)),
-        )
+    def parts(self, capacity: int) -> dict[str, Any]:
+        recent = ERESampler(base=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA))
+        sampler = HERSampler("future", HINDSIGHT_GOALS, base=recent)
+        return {**super().parts(capacity), "sampler": sampler}
+
+    sample = torchrl.Prioritized.sample
 
 
 class Sequences(Uniform):
     """Stretches of an episode, one after another in the batch."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return self.put_together(capacity, sample_unit=EpisodeSequence(SEQUENCE_STEPS))
+    def parts(self, capacity: int) -> dict[str, Any]:
+        return {"sample_unit": EpisodeSequence(SEQUENCE_STEPS)}
 
     def sample(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size // SEQUENCE_STEPS)
@@ -177,12 +146,7 @@ class Stacks(Uniform):
 class Extend(Uniform):
     """Writes of several rows at once."""
 
-    @staticmethod
-    def prepare(rows: Columns) -> TensorDict:
-        return to_tensordict(rows)
-
-    def write(self, prepared: TensorDict) -> None:
-        self.buffer.extend(prepared)
+    prepare, write = staticmethod(torchrl.Extend.prepare), torchrl.Extend.write
 
 
 class Record(Uniform):
