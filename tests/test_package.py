@@ -30,17 +30,6 @@ PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [
     module.name for module in pkgutil.walk_packages([str(PACKAGE)], "trl_storages.")
 ]
-PUBLIC = [
-    getattr(importlib.import_module(module), name)
-    for module in MODULES
-    for name in getattr(importlib.import_module(module), "__all__", ())
-]
-OWN = {
-    value
-    for value in PUBLIC
-    if (inspect.isclass(value) or inspect.isfunction(value))
-    and value.__module__.startswith("trl_storages")
-}
 
 
 def test_there_is_a_version():
@@ -52,12 +41,11 @@ def test_type_checkers_read_the_annotations():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_say_what_they_are_for_and_list_what_is_public(name):
+def test_modules_list_what_is_public(name):
     module = importlib.import_module(name)
 
     public = getattr(module, "__all__", ())
 
-    assert inspect.getdoc(module)
     assert len(set(public)) == len(public)
     own = {
         key
@@ -66,24 +54,6 @@ def test_modules_say_what_they_are_for_and_list_what_is_public(name):
         and (inspect.isroutine(value) or inspect.isclass(value))
     }
     assert {key for key in own if not key.startswith("_")} <= {*public}
-
-
-def test_public_names_have_docstrings():
-    assert [value.__qualname__ for value in OWN if not value.__doc__] == []
-
-
-def test_public_methods_have_docstrings():
-    undocumented = [
-        f"{cls.__qualname__}.{name}"
-        for cls in OWN
-        if inspect.isclass(cls)
-        for name, member in vars(cls).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(member) or isinstance(member, property | classmethod))
-        and not inspect.getdoc(getattr(cls, name))
-    ]
-
-    assert undocumented == []
 
 
 def test_arrows_point_down_only():

@@ -164,7 +164,9 @@ class Machine(RuleBasedStateMachine):
     def write(self, num_steps: int, luck: random.Random) -> None:
         steps = [self.play(lane, num_steps, luck) for lane in range(self.num_lanes)]
         data = torch.stack([self.as_written(lane) for lane in steps])
-        slots = self.storage.extend(data if self.num_lanes > 1 else data[0])
+        # Rows [T] with the numbers of their trajectories are those of flat batches.
+        is_plain = self.num_lanes == 1 and not self.has_trajectories
+        slots = self.storage.extend(data[0] if is_plain else data)
         for of_lane in steps:
             self.note(of_lane)
         self.check_slots(slots, [step.id for lane in steps for step, _ in lane])

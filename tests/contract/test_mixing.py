@@ -77,14 +77,8 @@ THEIRS = {
 }
 
 
-@pytest.fixture(params=THEIRS)
-def theirs(request):
-    """A function that makes parts of TorchRL's, and what the error names."""
-    return THEIRS[request.param]
-
-
-def test_parts_of_torchrl(theirs, place):
-    make, named = theirs
+@pytest.mark.parametrize(("make", "named"), THEIRS.values(), ids=THEIRS)
+def test_parts_of_torchrl(make, named, place):
     if named is not None:
         with pytest.raises(TypeError, match=f"use .*{named}"):
             assemble(SIZE, LANES, place=place, **make())
@@ -141,20 +135,12 @@ OURS = {
 }
 
 
-@pytest.fixture(params=[stock.TensorDictReplayBuffer, stock.ReplayBuffer])
-def buffer(request):
-    """A buffer of TorchRL's."""
-    return request.param
+each_buffer = pytest.mark.parametrize("buffer", [stock.TensorDictReplayBuffer, stock.ReplayBuffer])
 
 
-@pytest.fixture(params=OURS)
-def ours(request):
-    """A function that makes parts of ours, and whether they work."""
-    return OURS[request.param]
-
-
-def test_our_parts_in_a_buffer_of_torchrls(ours, buffer, place):
-    make, works = ours
+@each_buffer
+@pytest.mark.parametrize(("make", "works"), OURS.values(), ids=OURS)
+def test_our_parts_in_a_buffer_of_torchrls(make, works, buffer, place):
     made = assemble(FULL.size, FULL.lanes, place=place, buffer=buffer, batch_size=None, **make())
     lanes = FULL.write(made)
     if not works:
@@ -184,6 +170,7 @@ def test_the_loop_of_prioritized_replay_in_a_buffer_of_torchrls():
     assert stats.chisquare([counts[number] for number in ids.tolist()], expected).pvalue > 1e-4
 
 
+@each_buffer
 @pytest.mark.parametrize("name", ["SliceSampler", "LazyTensorStorage"])
 def test_an_episode_writer_with_parts_that_know_no_episodes(name, buffer):
     with pytest.raises(TypeError, match="use "):

@@ -59,22 +59,6 @@ class TestAlone:
             storage.n_step, storage.discount = n_step, discount
             assert_folded(storage.sample(30), lanes, n_step, discount)
 
-    def test_the_newest_row_ends_the_window(self):
-        """An episode that grows row by row: all of it is drawn at once."""
-        storage, lanes = assemble(8, transform=NStep(3, 0.9)), Lanes(8)
-        for _ in range(12):
-            lanes.write(storage, [[False]])
-            batch = storage.sample(40)
-            assert set(lanes.of(batch)) == set(lanes.live())
-            assert_folded(batch, lanes, 3, 0.9)
-
-    def test_a_cut_ends_the_window(self):
-        storage, lanes = assemble(20, 2, transform=NStep(4, 0.9)), Lanes(20, 2)
-        for num_steps in (2, 5, 1, 4):
-            lanes.write(storage, [[False] * num_steps] * 2)
-            lanes.end_episodes(storage)
-            assert_folded(storage.sample(40), lanes, 4, 0.9)
-
     def test_batches_are_copies(self):
         history = HISTORIES["lanes"]
         storage = assemble(history.size, history.lanes, transform=NStep(4, 0.9))

@@ -244,18 +244,6 @@ def test_batches(num_batches, epochs):
         assert_batches(batch, storages[1].sample(6))
 
 
-@pytest.mark.requirement("can-sample")
-def test_what_a_storage_says_while_it_fills():
-    storage = make(lanes=2, size=8, batch_size=4)
-    lanes = Lanes(8, 2)
-    for num_steps in range(1, 7):
-        lanes.write(storage, [[False]] * 2)
-        assert len(storage) == min(2 * num_steps, 8)
-        assert storage.is_full == (num_steps >= 4)
-        assert storage.write_count == 2 * num_steps
-        assert storage.can_sample()
-
-
 def test_rows_that_do_not_come():
     """For those that come, see the readers."""
     (cancelled := threading.Event()).set()

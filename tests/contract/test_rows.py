@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract.make import LAYOUTS, assemble, library, make
-from contract.steps import Player, assert_same, ids_of, play, record, rows, write
+from contract.steps import Player, assert_same, ids_of, record, rows, write
 
 pytestmark = pytest.mark.requirement("stored-once")
 
@@ -33,13 +33,6 @@ def test_rows_read_back_bit_for_bit(place, layout, lanes):
             look_up(torch.tensor([3, 10 * lanes]))
     batch = storage.sample(50)
     assert_same(batch, rows([kept[number] for number in ids_of(batch).tolist()], layout))
-
-
-def test_lanes_of_different_lengths(place):
-    storage = make(place=place, lanes=2, size=16)
-    steps = play([[3, 2], [4]], unfinished=1)
-    slots = torch.cat([lane.flatten() for lane in write(storage, steps)])
-    assert_same(storage[slots], rows([*steps[0], *steps[1]]))
 
 
 def test_too_few_entries_are_said_once(place):

@@ -330,14 +330,14 @@ def see(
     table, words, episode, last, _, _ = ring
     achieved_word, reward_word, goal_words, following_words = fields
     capacity, num_words, num_steps = table.shape[0], table.shape[1], len(rewards)
-    count, row_bytes = len(noise), 8 * num_words
+    count = len(noise)
     goals, ahead = np.empty(count, np.int64), np.empty(len(slots), np.int64)
     if count or num_steps > 1:
         for i in range(len(slots)):
-            prefetch(episode, slots[i] * 4)
+            prefetch(episode, slots[i])
         for i in range(len(slots)):
             ahead[i] = episode[slots[i]]
-            prefetch(last, ahead[i] * 4)
+            prefetch(last, ahead[i])
         for i in range(len(slots)):
             ahead[i] = last[ahead[i]] - slots[i]
             if ahead[i] < 0:
@@ -348,10 +348,9 @@ def see(
     for i in range(len(slots)):
         j = i + SAMPLES_AHEAD
         if j < len(slots):
-            for byte in range(0, row_bytes * num_steps, 64):
-                prefetch(table, slots[j] * row_bytes + byte)
+            prefetch(table, slots[j], 0, 8 * num_words * num_steps)
             if j < count:
-                prefetch(table, goals[j] * row_bytes + achieved_word * 4)
+                prefetch(table, goals[j], 4 * achieved_word, 4 * achieved_word + 8)
         for word in range(num_words):
             out[i, word] = table[slots[i], word]
         if num_steps > 1:
@@ -447,7 +446,7 @@ def draw_leaves(
             rest[i] -= before
             leaves[i] = leaves[i] * FAN_OUT + chosen
             if level + 1 < len(starts):
-                prefetch(tree, (starts[level + 1] + leaves[i] * FAN_OUT) * 8)
+                prefetch(tree, starts[level + 1] + leaves[i] * FAN_OUT)
     for i in range(len(leaves)):
         weights[i] = tree[starts[-1] + leaves[i]]
 
