@@ -125,28 +125,23 @@ def make(
         path: of the directory, with place "directory"; None makes a new one.
         **options: further keywords of the recipe.
     """
-    recipe, keywords = KINDS[kind]
-    make_recipe = getattr(library, recipe)
-    _choose(place)
-    if place == "directory":
-        options["path"] = new_folder() / "rows" if path is None else path
     if lanes > 1:
         options.setdefault("autoreset_mode", AutoresetMode.DISABLED)
-    options = {
-        "storage_size": size,
-        "num_envs": lanes,
-        "info_keys": {"effort": _box(np.float64, 1)},
-        "seed": 0,
-        **LAYOUTS[layout][1],
-        **keywords,
-        **options,
-    }
-    return make_recipe(*spaces(layout), **options)
+    if place == "directory" and path is not None:
+        options["path"] = path
+    options = {"storage_size": size, "num_envs": lanes, **LAYOUTS[layout][1], **options}
+    options = {"info_keys": {"effort": _box(np.float64, 1)}, **options}
+    return make_of(*spaces(layout), kind, place=place, **options)
 
 
-def _choose(place: str) -> None:
-    """Makes storages from now on keep rows on the CPU as on any device, for "device"."""
+def _choose(place: str) -> dict[str, Any]:
+    """Makes storages from now on keep rows on the CPU as on any device, for "device".
+
+    Returns:
+        the path of a new directory as a keyword, for "directory".
+    """
     packed.HOSTS = () if place == "device" else ("cpu",)
+    return {"path": new_folder() / "rows"} if place == "directory" else {}
 
 
 def new_folder() -> Path:
@@ -175,10 +170,9 @@ def assemble(
         buffer: the class that puts them together.
         **parts: sampler, transform (several as a list), sample_unit, ...; also storage and writer.
     """
-    _choose(place)
+    path = _choose(place)
     if isinstance(transforms := parts.get("transform"), list):
         parts["transform"] = Compose(*transforms)
-    path = {"path": new_folder() / "rows"} if place == "directory" else {}
     writer = {key: parts.pop(key) for key in ("on_gap", "keys") if key in parts}
     return buffer(
         **{
@@ -200,19 +194,19 @@ def make_of(
     **options: Any,
 ) -> Any:
     """Makes a storage of other spaces by its recipe."""
-    recipe, keywords = KINDS[kind]
-    _choose(place)
-    path = {"path": new_folder() / "rows"} if place == "directory" else {}
-    options = {"storage_size": 64, "seed": 0, **path, **keywords, **options}
-    return getattr(library, recipe)(observation_space, action_space, **options)
+    recipe, options = _recipe(kind, place, options)
+    return recipe(observation_space, action_space, **options)
 
 
 def make_for(
     env: Any, kind: str = "uniform", *, place: str = "memory", size: int = 64, **options: Any
 ) -> Any:
     """Makes a storage by its recipe for an environment; otherwise as `make`."""
+    recipe, options = _recipe(kind, place, {"storage_size": size, **options})
+    return recipe.from_env(env, **options)
+
+
+def _recipe(kind: str, place: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     recipe, keywords = KINDS[kind]
-    _choose(place)
-    path = {"path": new_folder() / "rows"} if place == "directory" else {}
-    options = {"storage_size": size, "seed": 0, **path, **keywords, **options}
-    return getattr(library, recipe).from_env(env, **options)
+    options = {"storage_size": 64, "seed": 0, **_choose(place), **keywords, **options}
+    return getattr(library, recipe), options

@@ -138,12 +138,6 @@ def ids_of(batch: TensorDictBase) -> Tensor:
     return (observation[..., -1, 0] if is_stacked else observation[..., 0]).long()
 
 
-def transition_of(row: TensorDictBase) -> Transition:
-    """Returns the transition of one row, of any layout but "frames", by what it holds."""
-    end = [name for name in ("terminated", "truncated") if row["next", name].item()]
-    return Transition(int(row["observation"][0]), int(row["observation"][1]), *end)
-
-
 def without_slots(batch: TensorDictBase) -> TensorDictBase:
     """Returns a batch without the numbers of slots, which may differ where all else is the same."""
     return batch.exclude("index", "anchor_index", "goal_index", "priority_stamp")
@@ -168,11 +162,6 @@ def assert_batches(one: TensorDictBase, other: TensorDictBase) -> None:
     one, other = (batch.exclude("index", "goal_index", "priority_stamp") for batch in (one, other))
     assert set(one.keys(True, True)) == set(other.keys(True, True))
     assert_same(one, other)
-
-
-def play(lengths: Sequence[Sequence[int]], unfinished: int = 0) -> list[list[Transition]]:
-    """Plays episodes of these lengths in each lane, and further steps."""
-    return [Player(lane).play(of_lane, unfinished) for lane, of_lane in enumerate(lengths)]
 
 
 def write(storage: Any, steps: Sequence[Sequence[Transition]], layout: str = "goals") -> Any:

@@ -1,7 +1,7 @@
 """This package: `ReplayStorage` over `PackedStorage`, and `record` of the ready-made storages."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -40,6 +40,7 @@ from trl_storages import (
 )
 
 TITLE = "trl_storages"
+OUTCOME = ("reward", "terminated", "truncated")
 
 
 def goal_reward(
@@ -149,30 +150,25 @@ class Extend(Uniform):
     prepare, write = staticmethod(torchrl.Extend.prepare), torchrl.Extend.write
 
 
+def step_of(rows: Columns, at: Any, outcome: Iterable[Any]) -> tuple:
+    now, after = ({part: rows[before + part][at] for part in PARTS} for before in ("", "next_"))
+    return now, rows["action"][at], *outcome, {}, after
+
+
 class Record(Uniform):
     """Steps of a plain loop over one environment: arrays as gymnasium gives them."""
 
+    recipe: type[ReplayStorage] = UniformReplayStorage
+    options: ClassVar[dict[str, Any]] = {}
+
     def make(self, capacity: int) -> ReplayStorage:
-        return UniformReplayStorage(
-            GOAL_SPACE,
-            ACTION_SPACE,
-            storage_size=capacity,
-            device=self.device,
-            path=self.directory,
-        )
+        options = {"storage_size": capacity, "device": self.device, "path": self.directory}
+        return self.recipe(GOAL_SPACE, ACTION_SPACE, **options, **self.options)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
         return [
-            (
-                {part: rows[part][row] for part in PARTS},
-                rows["action"][row],
-                float(rows["reward"][row]),
-                bool(rows["terminated"][row]),
-                bool(rows["truncated"][row]),
-                {},
-                {part: rows[f"next_{part}"][row] for part in PARTS},
-            )
+            step_of(rows, row, (rows[name][row].item() for name in OUTCOME))
             for row in range(len(rows["done"]))
         ]
 
@@ -184,20 +180,19 @@ class Record(Uniform):
 class RecordHindsight(Record):
     """The same, drawn with hindsight."""
 
-    def make(self, capacity: int) -> ReplayStorage:
-        return HERReplayStorage(
-            GOAL_SPACE,
-            ACTION_SPACE,
-            reward_fn=goal_reward,
-            num_goals=HINDSIGHT_GOALS,
-            storage_size=capacity,
-            device=self.device,
-            path=self.directory,
-        )
+    recipe = HERReplayStorage
+    options: ClassVar[dict[str, Any]] = {"reward_fn": goal_reward, "num_goals": HINDSIGHT_GOALS}
 
 
 class RecordLanes(Record):
     """Steps of eight environments at once, the rows of the data dealt out to them."""
+
+    # Rows that are dealt out do not go on from each other.
+    options: ClassVar[dict[str, Any]] = {
+        "num_envs": LANES,
+        "autoreset_mode": "Disabled",
+        "on_gap": "ignore",
+    }
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
@@ -205,31 +200,11 @@ class RecordLanes(Record):
         for steps in lanes.split(1000, 1):
             self.buffer.extend(steps)
 
-    def make(self, capacity: int) -> ReplayStorage:
-        # Rows that are dealt out do not go on from each other.
-        return UniformReplayStorage(
-            GOAL_SPACE,
-            ACTION_SPACE,
-            storage_size=capacity,
-            num_envs=LANES,
-            autoreset_mode="Disabled",
-            on_gap="ignore",
-            device=self.device,
-        )
-
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
         return [
-            (
-                {part: rows[part][start:stop] for part in PARTS},
-                rows["action"][start:stop],
-                rows["reward"][start:stop],
-                rows["terminated"][start:stop],
-                rows["truncated"][start:stop],
-                {},
-                {part: rows[f"next_{part}"][start:stop] for part in PARTS},
-            )
-            for start, stop in lane_steps(rows)
+            step_of(rows, slice(*step), (rows[name][slice(*step)] for name in OUTCOME))
+            for step in lane_steps(rows)
         ]
 
 
