@@ -134,7 +134,7 @@ class NStep(ReplayTransform):
             lengths = torch.minimum(lengths, (is_over.cumsum(0) == 0).sum(0) + 1)
             rows.follow_window(lengths - 1)
         for key in changes:
-            if key[0] == "next":
+            if key[0] == "next" and key != self.reward_key:
                 rows[key] = _of_row(window[key], lengths - 1)
         rows.window = None
         size = rewards.shape[1:]
