@@ -322,8 +322,9 @@ class TestValues:
     def recorded(self, observation, action, reward, space=_THREE):
         box = spaces.Box(-9, 9, observation.shape, np.float32)
         storage = make_of(box, space)
-        for _ in range(2):
-            storage.record(observation, action, reward, False, False, {}, observation)
+        for is_first in (True, False):
+            with torch.inference_mode(is_first):
+                storage.record(observation, action, reward, False, False, {}, observation)
         return storage[:]
 
     @pytest.mark.parametrize(

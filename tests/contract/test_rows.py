@@ -39,7 +39,8 @@ def test_too_few_entries_are_said_once(place):
     """Episodes of one step need two entries each, which there are unless `max_entries` says less."""
     make(place=place, size=1000, max_entries=7)  # the least
     storage, player = make(place=place, size=1000, max_entries=1200), Player()
-    storage.extend(rows(player.play([50] * 18)))
+    with torch.inference_mode():
+        storage.extend(rows(player.play([50] * 18)))
     steps = player.play([1] * 2000)
     with pytest.warns(UserWarning, match="max_entries"):
         storage.extend(rows(steps[:1100]))
@@ -65,6 +66,9 @@ def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
 
 def test_a_step_of_a_loop_lacks_what_only_batches_tell():
     storage, data = assemble(20), rows(Player().play([4])).exclude("effort")
-    storage.extend(data.set(("next", "cost"), torch.ones(4, requires_grad=True)))
+    data.set(("next", "cost"), torch.ones(4, requires_grad=True))
+    for is_first in (True, False):
+        with torch.inference_mode(is_first):
+            storage.extend(data)
     with pytest.raises(KeyError, match=r"cost[\s\S]*extend"):
         record(storage, [Player().step()])

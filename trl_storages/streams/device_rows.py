@@ -62,6 +62,7 @@ class DeviceRows:
         device: of the entries.
     """
 
+    @torch.inference_mode(False)  # it may be written outside of it later
     def __init__(self, layout: Layout, index: EpisodeIndex, device: torch.device) -> None:
         self._layout, self._index, self.device = layout, index, device
         num_entries = index.num_envs * index.entries_per_lane

@@ -35,6 +35,7 @@ class Staging:
         views: key -> `[*batch, *shape]`, and of stacks their frames.
     """
 
+    @torch.inference_mode(False)  # it may be filled outside of it later
     def __init__(
         self, layout: Layout, batch: Sequence[int], device: torch.device | None = None
     ) -> None:
@@ -131,7 +132,7 @@ class Rows(Staging):
             if done.is_cpu and key in layout and self.views[key].numel() == len(done)
         ]
         # To make it takes longer than to enter it.
-        self._no_grad = torch.no_grad()
+        self._inference = torch.inference_mode()
 
     def fill(self, found: Mapping[NestedKey, torch.Tensor]) -> None:
         """Copies the entries of a TensorDict that have fields.
@@ -156,7 +157,7 @@ class Rows(Staging):
             )
         for place, field in self._stacks:
             values[place] = field.stack.frames(values[place], field.shape)  # type: ignore[union-attr]
-        with self._no_grad:
+        with self._inference:
             copy_all(self._targets, values)
         for flag, done in self._ends:
             if np.count_nonzero(flag > done):
