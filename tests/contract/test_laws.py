@@ -275,6 +275,7 @@ class TestGoals:
     def test_two_goals_in_one_batch(self):
         base = HERSampler("final", float("inf"))
         sampler = HERSampler("current", 1, goal_key="actor_goal", base=base)
+        assert "actor_goal" in repr(sampler)
         relabel = [
             GoalRelabel(None, goal_key="actor_goal"),
             GoalRelabel(reward_fn, info_keys=["effort"]),

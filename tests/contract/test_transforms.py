@@ -181,6 +181,8 @@ class TestFlattenGoal:
         assert_same(TensorDict(transform.unflatten(flat), [4]), parts)
         with pytest.raises(ValueError, match="6"):
             transform.unflatten(flat[:, :6])
+        with pytest.raises(TypeError, match="flat"):
+            transform.unflatten(flat.tolist())
 
     @pytest.mark.parametrize("del_keys", [False, True])
     def test_of_a_batch_it_joins_the_drawn_goals(self, del_keys):

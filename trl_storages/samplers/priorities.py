@@ -48,7 +48,7 @@ class Priorities:
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
         if largest is None or not self.is_own:
-            largest = max(largest or 0.0, self._largest_of(index.live_slots().numpy()))
+            largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
         self.largest = largest
         #: How many batches were drawn.
