@@ -444,6 +444,7 @@ PARTS = {
     "priorities of too few rows": lambda: filled(sampler=library.PERSampler(8)),
     "an unknown reference": lambda: library.ERESampler(reference="rows"),
     "a phase of nothing": lambda: library.ERESampler().begin_phase(0),
+    "returns of nothing": lambda: library.ReturnImprovementEta(library.EpisodeWriter()),
     "sequences of nothing": lambda: library.EpisodeSequence(0),
     "an unknown boundary": lambda: library.EpisodeSequence(3, boundary="wrap"),
     "a negative burn-in": lambda: library.EpisodeSequence(3, burn_in=-1),

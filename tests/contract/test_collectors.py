@@ -113,13 +113,22 @@ class TestCollector:
     @pytest.mark.parametrize("num_lanes", [1, 2])
     def test_more_open_trajectories_than_lanes_raise(self, num_lanes):
         data, storage = next(collected(3)), tally_storage(num_lanes)
-        with pytest.raises(ValueError, match="num_envs"):
+        with pytest.raises(ValueError, match="num_envs=3"):
             storage.extend(data.reshape(-1))
         assert len(storage) == 0
         del data["collector"]
         if num_lanes > 1:
             with pytest.raises(ValueError, match="traj"):
                 storage.extend(data.reshape(-1))
+
+
+    def test_a_trajectory_beside_an_open_one_needs_a_lane(self):
+        storage = make(lanes=1)
+        data = rows(Player(0).play([], 4) + Player(1).play([3]))
+        data["collector", "traj_ids"] = torch.tensor([0] * 4 + [1] * 3)
+        storage.extend(data[:2])
+        with pytest.raises(ValueError, match="num_envs=2"):
+            storage.extend(data[2:])
 
 
 def two_tallies():

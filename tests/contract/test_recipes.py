@@ -67,6 +67,14 @@ def test_fields_are_those_of_spaces_or_specs(kind, of):
     assert_same(storage[:], data.select(*FIELDS))
 
 
+def test_a_box_without_dimensions_has_values_of_one():
+    storage = make_of(*2 * [gymnasium.spaces.Box(-1, 1, ())])
+    storage.record(0.5, -0.5, 0.0, False, True, {}, 0.25)
+    batch = storage[:]
+    found = batch["observation"], batch["action"], batch["next", "observation"]
+    assert [it.tolist() for it in found] == [[[0.5]], [[-0.5]], [[0.25]]]
+
+
 @pytest.mark.parametrize(
     "space",
     [

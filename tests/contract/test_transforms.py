@@ -276,6 +276,7 @@ class TestAudit:
         lanes = HISTORIES["unequal fill"].write(storage)
         audit = relabel.audit(storage, 6)
         assert {*lanes.of(storage[audit.slots])} == {*lanes.newest(6)}
+        assert str(audit).count("computed") == 5
 
 
 class TestGymReward:
