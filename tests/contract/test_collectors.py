@@ -121,7 +121,6 @@ class TestCollector:
             with pytest.raises(ValueError, match="traj"):
                 storage.extend(data.reshape(-1))
 
-
     def test_a_trajectory_beside_an_open_one_needs_a_lane(self):
         storage = make(lanes=1)
         data = rows(Player(0).play([], 4) + Player(1).play([3]))

@@ -241,8 +241,6 @@ class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
     ) -> None:
         self.num_returns, self.decay = num_returns, decay
-        kinds = (ReplayBuffer, Sampler)
-        arguments.instance("obj", obj, kinds, what="an ERESampler, or a replay buffer with one")
         # Samplers that wrap an ERESampler, such as HERSampler, hold it as their base.
         sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         sampler = next((it for it in layers_of(sampler) if hasattr(it, "eta")), sampler)
