@@ -54,8 +54,6 @@ def test_one_process_writes(tmp_path):
         assert ends_in_a_fork(act) == 1
     with pytest.raises(RuntimeError, match="writer"):
         opened(tmp_path, STEPS)
-    with pytest.raises(ValueError, match="flush"):
-        storage.loads(tmp_path)
     # A fork that ends does not take the right to write with it.
     write_on(storage, Script(1, 1000), written, 1)
     storage.close()

@@ -63,7 +63,7 @@ def check(index: Any) -> None:
     fits = (place >= k - 1) & (place < M - 1) & (end <= CUT)
     require("entries lie within their lanes", fits, index, lane, step)
     first, last = spans[lane, number].T
-    fits = (first <= step) & (step <= last)
+    fits = (first >= 0) & (first <= step) & (step <= last)
     require("each step is one of its episode", fits, index, lane, step)
     # Each step and the one behind it in its lane.
     is_pair, begins = lane[1:] == lane[:-1], (first == step)[1:]

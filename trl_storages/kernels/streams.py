@@ -156,9 +156,8 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             place = head - 1 if how[i] == SAME else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
-                # It needs entries oldest - (k - 1) to oldest + 1, the new one head to place + 1; those
-                # behind head end there.
-                overlaps = oldest >= head and oldest - (k - 1) <= place + 1
+                # It needs entries oldest - (k - 1) to oldest + 1, the new one head to place + 1.
+                overlaps = head <= oldest + 1 and oldest - (k - 1) <= place + 1
                 if cursor + i - begin - tail < T and not overlaps:
                     break
                 tail += 1

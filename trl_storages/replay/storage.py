@@ -760,12 +760,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
         Raises:
             FileNotFoundError: it holds no dump.
-            ValueError, TypeError, KeyError: the dump is damaged, does not fit, see `load_state_dict`, or
-                holds rows alone. Nothing is changed then.
+            ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
+                Nothing is changed then.
         """
         rows, rest = dumps.read(arguments.directory("path", path))
-        if not rest:
-            raise ValueError(f"{path} holds rows alone, as where nobody has flushed: open() it.")
         self.load_state_dict({"rows": rows, "rest": from_json(rest)})
 
     # In a directory

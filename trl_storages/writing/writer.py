@@ -119,7 +119,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         for buffer in storage._attached_entities:
             refuse_stock(buffer.sampler)
         storage.divide(self.num_envs)
-        self._is_resumed[:] = bool(len(storage))
+        self._is_resumed[:] = len(storage) > 0
         super().register_storage(storage)
 
     # Steps as TensorDicts
