@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends
-from contract.make import assemble, library
+from contract.make import PLACES, assemble, library
 from contract.model import assert_folded
 from contract.steps import reward_fn, terminated_fn
 from tensordict import TensorDict
@@ -24,8 +24,9 @@ INTEGERS = [
 class TestAlone:
     @each_history
     @pytest.mark.parametrize("n_step", [1, 2, 3, 40])
-    def test_equals_a_plain_loop(self, history, n_step):
-        storage = assemble(history.size, history.lanes, transform=NStep(n_step, 0.9))
+    @pytest.mark.parametrize("place", PLACES)
+    def test_equals_a_plain_loop(self, history, n_step, place):
+        storage = assemble(history.size, history.lanes, place=place, transform=NStep(n_step, 0.9))
         lanes = history.write(storage)
         assert_folded(storage.sample(50), lanes, n_step, 0.9)
 

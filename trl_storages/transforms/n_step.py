@@ -16,7 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import Checked
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
-from trl_storages.packed import RowView
+from trl_storages.packed import RowView, memory
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
@@ -159,7 +159,7 @@ def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> to
     if len(rewards) == 1:
         return rewards[0]
     dtype = return_dtype(rewards.dtype)
-    if rewards.device.type == "cpu":
+    if rewards.device.type in memory.HOSTS:
         # The loop is compiled for two dtypes; it sums in float64 in any case.
         if not rewards.dtype is dtype is torch.float32:
             rewards = rewards.double()
