@@ -115,6 +115,15 @@ class TestEpochs:
         assert lanes.of(loaded.sample(rest)) == expected
         assert Counter(drawn + expected) == Counter(lanes.live())
 
+    def test_more_rows_than_there_were_are_never_drawn(self):
+        storage, lanes = assemble(10, sampler=UniformSampler(without_replacement=True)), Lanes(10)
+        lanes.write(storage, [ends([4, 6], 4)])
+        storage.sample(3)
+        state = storage.sampler.state_dict()
+        storage.sampler.load_state_dict({**state, "drawn": 10})
+        with pytest.raises(ValueError, match="epoch"):
+            storage.sampler.load_state_dict({**state, "drawn": 11})
+
     @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3), (False, 9)])
     def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
         sampler = UniformSampler(without_replacement=True)
@@ -356,7 +365,11 @@ class TestPriorities:
     @pytest.mark.requirement("per-new")
     def test_new_rows_get_the_largest_so_far(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
-        index = lanes.write(storage, [ends([4])])[0]
+        index = lanes.write(storage, [ends([], 1)])[0]
+        storage.update_priority(index, 0.5)
+        assert storage.sampler.priorities[0] == 0.5
+        storage.update_priority(index, 1.0)
+        index = torch.cat([index, lanes.write(storage, [ends([3])])[0]])
         assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 1.0), 0.5)
         storage.update_priority(index, torch.tensor([9.0, 4.0, 1.0, 2.0]))
         first = dict(zip(lanes.live(), [9.0, 4.0, 1.0, 2.0], strict=True))

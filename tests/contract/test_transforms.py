@@ -183,6 +183,8 @@ class TestFlattenGoal:
             transform.unflatten(flat[:, :6])
         with pytest.raises(TypeError, match="flat"):
             transform.unflatten(flat.tolist())
+        with pytest.raises(TypeError, match="parts"):
+            transform.flatten(flat)
 
     @pytest.mark.parametrize("del_keys", [False, True])
     def test_of_a_batch_it_joins_the_drawn_goals(self, del_keys):

@@ -183,9 +183,8 @@ _Mixture = tuple[tuple[str, float], ...]
 
 
 def _numbered(mixture: _Mixture) -> tuple[list[int], list[float]]:
-    """Returns the numbers of the strategies that have a share, and the shares, with sum 1."""
-    total = sum(share for _, share in mixture)
-    shares = {GOAL_KINDS[name]: share / total for name, share in mixture if share > 0}
+    """Returns the numbers of the strategies that have a share, and the shares."""
+    shares = {GOAL_KINDS[name]: share for name, share in mixture if share > 0}
     return [*shares], [*shares.values()]
 
 

@@ -146,8 +146,7 @@ class Recorder:
 
     def _is_vector(self, terminateds: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
-        kind = type(terminateds)
-        if kind is not bool and (terminateds.ndim if kind is np.ndarray else np.ndim(terminateds)):
+        if type(terminateds) is not bool and np.ndim(terminateds):
             return True
         if self.num_envs > 1:
             raise ValueError(
