@@ -115,6 +115,12 @@ def test_a_light_range_beside_heavy_leaves_is_drawn_exactly():
     assert np.bincount(leaves, minlength=504)[500:].tolist() == [100, 200, 300, 400]
 
 
+def test_a_range_of_the_most_nodes():
+    """Seven on either side of each level but the root's."""
+    leaves, _ = Tree(np.ones(512)).draw(grid(510), ((1,), (511,)))
+    assert leaves.tolist() == [*range(1, 511)]
+
+
 @pytest.mark.requirement("per-update")
 def test_the_root_is_the_sum_after_a_million_updates():
     made, rng = Tree([], 50_000), np.random.default_rng(3)
