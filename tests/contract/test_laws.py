@@ -116,13 +116,19 @@ class TestEpochs:
         assert Counter(drawn + expected) == Counter(lanes.live())
 
     def test_more_rows_than_there_were_are_never_drawn(self):
-        storage, lanes = assemble(10, sampler=UniformSampler(without_replacement=True)), Lanes(10)
-        lanes.write(storage, [ends([4, 6], 4)])
+        sampler = UniformSampler(without_replacement=True)
+        storage, lanes = assemble(20, 2, sampler=sampler), Lanes(20, 2)
+        lanes.write(storage, [ends([4, 6], 4)], [1])
         storage.sample(3)
-        state = storage.sampler.state_dict()
-        storage.sampler.load_state_dict({**state, "drawn": 10})
-        with pytest.raises(ValueError, match="epoch"):
-            storage.sampler.load_state_dict({**state, "drawn": 11})
+        state = sampler.state_dict()
+        sampler.load_state_dict({**state, "drawn": 10})
+        for wrong in ({"drawn": 11}, {"tails": [5, 4]}):
+            with pytest.raises(ValueError, match="epoch"):
+                sampler.load_state_dict({**state, **wrong})
+        # Of steps that were not written yet, or of other lanes, no epoch goes on.
+        for tails, cursors in (([0, 9], [0, 19]), ([0, 4, 0], [0, 14, 0])):
+            sampler.load_state_dict({**state, "tails": tails, "cursors": cursors})
+            assert Counter(lanes.of(storage.sample(10))) == Counter(lanes.live())
 
     @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3), (False, 9)])
     def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
@@ -133,6 +139,7 @@ class TestEpochs:
         storage.set_sampler(sampler if is_drawing else UniformSampler())
         storage.empty()
         storage.set_sampler(sampler)
+        sampler.load_state_dict(sampler.state_dict())
         lanes = Lanes(10)
         lanes.write(storage, [ends([num_rows])])
         assert Counter(lanes.of(storage.sample(num_rows))) == Counter(lanes.live())
@@ -284,11 +291,12 @@ class TestGoals:
     def test_two_goals_in_one_batch(self):
         base = HERSampler("final", float("inf"))
         sampler = HERSampler("current", 1, goal_key="actor_goal", base=base)
-        assert "actor_goal" in repr(sampler)
         relabel = [
             GoalRelabel(None, goal_key="actor_goal"),
             GoalRelabel(reward_fn, info_keys=["effort"]),
         ]
+        shown = [repr(part) for part in (sampler, base, *relabel)]
+        assert ["actor_goal" in it for it in shown] == [True, False, True, False]
         storage, lanes = filled(HISTORIES["lanes"], sampler=sampler, transform=relabel)
         batch = storage.sample(64)
         is_own = batch["actor_goal"][:, 1] == -1
@@ -366,11 +374,11 @@ class TestPriorities:
     def test_new_rows_get_the_largest_so_far(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
         index = lanes.write(storage, [ends([], 1)])[0]
+        storage.update_priority(index, 0.25)
+        assert storage.sampler.priorities[0] == 0.25
         storage.update_priority(index, 0.5)
-        assert storage.sampler.priorities[0] == 0.5
-        storage.update_priority(index, 1.0)
         index = torch.cat([index, lanes.write(storage, [ends([3])])[0]])
-        assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 1.0), 0.5)
+        assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 0.5), 0.5)
         storage.update_priority(index, torch.tensor([9.0, 4.0, 1.0, 2.0]))
         first = dict(zip(lanes.live(), [9.0, 4.0, 1.0, 2.0], strict=True))
         lanes.write(storage, [ends([], 2)])
@@ -391,7 +399,7 @@ class TestPriorities:
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=1.0, beta=1.0, eps=1e-9)), Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
         for priority in (9.0, 2.0):
-            storage.update_priority(index, torch.full((4,), priority))
+            storage.update_priority(index, priority)
         storage = change(storage) or storage
         raw = dict.fromkeys(lanes.live(), 2.0)
         lanes.write(storage, [ends([2])])
@@ -550,7 +558,7 @@ class TestRecency:
         assert_uniform(counted(storage, lanes, 20_000), lanes.live())
 
     def test_capacity_as_the_reference(self):
-        sampler = ERESampler(0.5 ** (1 / 1000), c_min=1, reference="capacity")
+        sampler = ERESampler((50.01 / 101) ** (1 / 1000), c_min=1, reference="capacity")
         storage, lanes = assemble(101, sampler=sampler), Lanes(101)
         for num_rows, size in ((40, 40), (20, 50)):
             lanes.write(storage, [ends([], num_rows)])
@@ -606,7 +614,7 @@ class TestRecency:
         sampler = ERESampler(0.9, c_min=window, base=per)
         storage, lanes = assemble(size, 2, sampler=sampler), Lanes(size, 2)
         index = lanes.write(storage, [ends([9, 8] * (size // 40), 6)] * 2)
-        raw = {s: 0.5 + s.id % 5 for lane in lanes.lanes for s in lane}
+        raw = {s: 0.5 + s.id % 16 for lane in lanes.lanes for s in lane}
         # The last ones are of rows that gave way at once.
         index, priority = index.flatten().flip(0), torch.tensor([*raw.values()]).flip(0)
         storage.update_priority(index, priority)
@@ -618,6 +626,9 @@ class TestRecency:
         assert sampler.update == 0
         lanes.write(storage, [ends([], 6)], [0])
         assert (storage.sample(64)["priority_weight"] == 1).all()  # all alike
+        assert per.priorities.min() == 1  # as if none had been reported
+        storage.update_priority(live := storage.episodes.live_slots(), 2.0)
+        assert (per.priorities[live] == 2).all()
 
 
 @pytest.mark.requirement("ere-eta")
@@ -640,9 +651,11 @@ class TestEta:
             (4.0, 1.0),  # g = 2, hi = 2.
             (2.0, 0.5),  # g = 0.5, hi = 1.
             (2.0, -1.0),  # g = -1, lo = 1; hi = 0.5.
-            (1.0, -1.0),  # g = -0.5; lo = 0.5, hi = 0.25.
-            (2.0, 0.0),  # g = 0; lo = 0.25, hi = 0 becomes 0.125.
-            (1.25, 1.0),  # g = 0.125, hi = 0.125; lo = 0.125.
+            (0.0, -1.0),  # g = -1, no steeper than before: lo = 0.5, hi = 0.25.
+            (2.0, 0.0),  # g = 0; lo = 0.25, hi = 0.125.
+            (0.25, 1.0),  # g = 0.125, no steeper: hi = 0.0625; lo = 0.125.
+            (1.875, -1.0),  # g = -0.0625, lo = 0.0625; hi = 0.03125.
+            (0.28125, 1.0),  # g = 0.015625, hi = 0.015625.
         ]
         for value, slope in trace:
             scheduler.step(value)
@@ -716,7 +729,7 @@ class TestEta:
 class TestSequences:
     @each_boundary
     @each_history
-    @pytest.mark.parametrize("sizes", [(5, 0, 0), (3, 2, 1), (2, 9, 9)], ids=str)
+    @pytest.mark.parametrize("sizes", [(5, 0, 0), (3, 2, 1), (1, 9, 9)], ids=str)
     def test_rows_masks_and_one_goal_each(self, history, sizes, boundary):
         unit = EpisodeSequence(*sizes, boundary=boundary)
         length, burn_in, bootstrap = sizes
@@ -839,9 +852,11 @@ class TestSequences:
         known, reward = mask[:, 1], batch["next", "reward"][:, 1, 0]
         assert known.any()
         assert torch.equal(target[:, 1][known], (reward + 3.5)[known])
-        for wrong, size in ((batch, 2), (batch.view(-1)[1:], 3), (batch.exclude("is_init"), 3)):
-            with pytest.raises((ValueError, KeyError), match=r"must be|lacks"):
-                unit.targets(wrong, torch.zeros(10, size), discount=0.5)
+        lacking, values = batch.exclude("is_init"), torch.zeros(10, 3)
+        wrong = [(it, values, 0.5) for it in (batch.view(-1)[1:], lacking, [batch])]
+        for it, value, discount in (*wrong, (batch, values[:, :2], 0.5), (batch, values, 1.5)):
+            with pytest.raises((ValueError, KeyError, TypeError), match=r"must be|lacks"):
+                unit.targets(it, value, discount=discount)
 
     @pytest.mark.requirement("per-sequence")
     def test_the_mix_of_r2d2(self):

@@ -171,8 +171,9 @@ class TestFlattenGoal:
         space = gymnasium.spaces.Dict(
             {key: gymnasium.spaces.Box(0, 9, parts[key].shape[1:]) for key in self.PARTS}
         )
-        flat = library.FlattenGoal().flatten(parts.clone())
-        assert torch.equal(flat, torch.arange(7).to(dtype).expand(4, 7))
+        flat = torch.arange(7).to(dtype).expand(4, 7)
+        for given, whole in ((parts.clone(), flat), ({**parts}, flat), ({**parts[0]}, flat[0])):
+            assert torch.equal(library.FlattenGoal().flatten(given), whole)
         transform = library.FlattenGoal(space if with_space else None)
         if not with_space:
             with pytest.raises(RuntimeError):
@@ -201,15 +202,21 @@ class TestFlattenGoal:
             torch.testing.assert_close(after["observation_vector"], wanted, equal_nan=True)
             assert ("desired_goal" in [*after.keys()]) is not del_keys
 
-    def test_numbers_are_vectors_of_one(self):
-        """And a desired goal that there is not under `next` stays."""
-        parts, after = ({key: torch.rand(4) for key in self.PARTS[:n]} for n in (3, 2))
-        flatten = library.FlattenGoal()
+    @pytest.mark.parametrize("num_after", [2, 3])
+    def test_numbers_are_vectors_of_one(self, num_after):
+        """Nested ones too. And a desired goal that there is not under `next` stays."""
+        names = {f"{key}_key": ("it", key) for key in self.PARTS}
+        parts, after = (
+            {key: torch.rand(4) for key in [*names.values()][:n]} for n in (3, num_after)
+        )
+        flatten = library.FlattenGoal(**names)
         batch = flatten(TensorDict({**parts, "next": after}, [4]))
         for branch, wanted in ((batch, parts), (batch["next"], {**parts, **after})):
             flat = branch["observation_vector"]
             assert torch.equal(flat, torch.stack([*wanted.values()], 1))
             assert_same(TensorDict(flatten.unflatten(flat), [4]), TensorDict(wanted, [4]))
+        one = flatten.flatten({key: part[-1] for key, part in wanted.items()})
+        assert torch.equal(one, flat[-1])
         # As a storage holds them.
         space = gymnasium.spaces.Dict(dict.fromkeys(self.PARTS, gymnasium.spaces.Box(0, 9, ())))
         assert library.FlattenGoal(space).unflatten(flat)["observation"].shape == (4, 1)
@@ -273,9 +280,11 @@ class TestAudit:
         assert more == other + 0.25
 
     def test_of_the_newest_rows(self):
+        key = ("next", "reward")
         relabel = GoalRelabel(lambda achieved, *_: torch.full((len(achieved),), 999))
         storage = assemble(24, 2, transform=relabel, sampler=HERSampler())
-        lanes = HISTORIES["unequal fill"].write(storage)
+        lanes = HISTORIES["unequal fill"].write(storage, change=lambda d: d.set(key, d[key].long()))
+        assert relabel.audit(storage, 1).num_rows == 1
         audit = relabel.audit(storage, 6)
         assert {*lanes.of(storage[audit.slots])} == {*lanes.newest(6)}
         assert str(audit).count("computed") == 5
