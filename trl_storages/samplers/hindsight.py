@@ -231,7 +231,8 @@ def _kind_by_chance(noise: int, num_goals: float, mixture: _Mixture) -> int:
         if not rest:
             return 0
     chance = noise % _CHANCES / _CHANCES
-    return kinds[min(bisect([*accumulate(shares)], chance), len(kinds) - 1)]
+    # The last one has what the others leave.
+    return kinds[bisect([*accumulate(shares[:-1])], chance)]
 
 
 def _geometric_steps(noise: np.ndarray, discount: float) -> np.ndarray:
