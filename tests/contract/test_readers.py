@@ -137,6 +137,7 @@ class TestOneAtATime:
     @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
     def test_it_follows(self, tmp_path, kind, monkeypatch):
         if kind == "uniform":  # where the system does not say which boot this is
+            make()  # Numba reads files too, as it begins.
             monkeypatch.setattr(Path, "read_text", Mock(side_effect=OSError))
         storage, reader = opened(tmp_path, STEPS, kind), None
         written: list[list[Transition]] = [[] for _ in range(LANES)]
