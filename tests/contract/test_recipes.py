@@ -55,7 +55,7 @@ def test_what_batches_hold(place, kind, entries):
 @pytest.mark.parametrize("of", [spaces(), (SPECS, Unbounded((2,)))], ids=["spaces", "specs"])
 def test_fields_are_those_of_spaces_or_specs(kind, of):
     """Before the first write; further entries of a collector are dropped."""
-    infos = {"effort": gymnasium.spaces.Box(-9, 9, (1,), np.float64)}
+    infos = {"effort": Unbounded((1,), dtype=torch.float64)}
     storage, data = make_of(*of, kind, info_keys=infos), rows(Player().play([4]))
     assert storage.storage.initialized
     data["logits"] = torch.zeros(4, 7)
@@ -68,8 +68,11 @@ def test_fields_are_those_of_spaces_or_specs(kind, of):
 
 
 def test_a_box_without_dimensions_has_values_of_one():
-    storage = make_of(*2 * [gymnasium.spaces.Box(-1, 1, ())])
-    storage.record(0.5, -0.5, 0.0, False, True, {}, 0.25)
+    two = {("next", "reward"): (torch.float32, (2,))}
+    storage = make_of(*2 * [gymnasium.spaces.Box(-1, 1, ())], extra_fields=two)
+    storage.record(0.5, -0.5, [1.0, 2.0], False, True, {}, 0.25)
+    with pytest.raises(ValueError, match="rewards"):
+        storage.record(0.5, -0.5, 1.0, False, True, {}, 0.25)
     batch = storage[:]
     found = batch["observation"], batch["action"], batch["next", "observation"]
     assert [it.tolist() for it in found] == [[[0.5]], [[-0.5]], [[0.25]]]
@@ -82,10 +85,11 @@ def test_a_box_without_dimensions_has_values_of_one():
         Unbounded((2, -1)),
         Unbounded(()),
         gymnasium.spaces.Text(5),
+        gymnasium.spaces.Box(-1, 1, (2,), np.longdouble),
         gymnasium.spaces.Tuple([gymnasium.spaces.Discrete(2)]),
         object(),
     ],
-    ids=["non-tensors", "of any length", "of all environments", "text", "tuple", "no space"],
+    ids=["non-tensors", "of any length", "of all lanes", "text", "dtype", "tuple", "no space"],
 )
 def test_spaces_without_a_field_are_refused(space):
     with pytest.raises(TypeError, match="must be"):
@@ -104,7 +108,9 @@ def test_spaces_without_a_field_are_refused(space):
     ids=["Discrete", "MultiDiscrete", "Categorical", "MultiCategorical"],
 )
 def test_actions_are_those_of_their_space(space, lows, ends):
-    storage, seen = make_of(Unbounded((1,)), space, "uniform"), np.zeros(1, np.float32)
+    seen = {"deep": {"seen": np.zeros(1, np.float32), "none": np.zeros(0, np.float32)}}
+    deep = Composite(seen=Unbounded((1,)), none=Unbounded((0,)))
+    storage = make_of(Composite(deep=deep), space, "uniform")
     lows, ends = np.array(lows, np.int64), np.array(ends, np.int64)
     for action in (lows, ends - 1):
         storage.record(seen, action, 0.0, False, False, {}, seen)
