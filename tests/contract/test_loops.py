@@ -43,7 +43,8 @@ class CountingEnv(gymnasium.Env):
         self.episode += 1
         self.count = 0
         self.length = 1 + (3 * self.number + 2 * self.episode) % 5
-        return self._observation(), {"force": np.full(1, -99.0), "pair": np.zeros(2, np.float32)}
+        of_reset = {"force": np.full(1, -99.0), "pair": np.zeros(2, np.float32)}
+        return self._observation(), of_reset if self.episode % 2 else {}
 
     def step(self, action):
         self.count += 1
@@ -156,7 +157,8 @@ def play(envs, storage, num_steps, convert=lambda value: value):
 @pytest.mark.parametrize("actions", ACTIONS, ids=lambda space: type(space).__name__)
 def test_each_lane_holds_what_a_single_environment_does(place, mode, num_envs, actions):
     envs = SyncVectorEnv([lambda: CountingEnv(actions)] * num_envs, autoreset_mode=mode)
-    storage = make_for(envs, place=place, size=90, info_keys=INFO_KEYS)
+    info_keys = INFO_KEYS if actions is _THREE else [*INFO_KEYS]
+    storage = make_for(envs, place=place, size=90, info_keys=info_keys)
     convert = as_tensors if isinstance(actions, spaces.MultiDiscrete) else (lambda value: value)
     steps = play(envs, storage, 25, convert)
     expected = [expected_rows(seed, count, actions) for seed, count in enumerate(steps)]
@@ -219,7 +221,7 @@ class TestRefused:
     LACKING = {
         "everything": (lambda _: {}, "final_obs"),
         "a last observation": (lambda it: {**it, "_final_obs": np.zeros(3, bool)}, "final_obs"),
-        "what was before the reset": (lambda it: {**it, "final_info": {}}, "force"),
+        "what was before the reset": (lambda it: {**it, "final_info": {}}, r"'force'.*got \['f"),
         "an entry of one": (lambda it: {**it, "_force": np.zeros(3, bool)}, "force"),
     }
 
@@ -251,6 +253,9 @@ class TestRefused:
         storage = make_for(two, size=90)
         with pytest.raises((ValueError, TypeError)):
             storage.record(*self.step_that_ends(three))
+        seen, _ = CountingEnv().reset()
+        with pytest.raises(ValueError, match="terminateds"):
+            storage.record(seen, 1, 0.0, False, False, {}, seen)
         assert len(storage) == 0
 
 
@@ -363,11 +368,20 @@ class TestValues:
             (spaces.Discrete(3, start=-1), 2),
             (spaces.MultiDiscrete([2, 3]), [2, 0]),
             (_THREE, 0.5),
+            (spaces.Dict({"action": _THREE}), 1),
         ],
     )
     def test_actions_that_there_are_not(self, space, action):
         with pytest.raises((ValueError, TypeError), match="action"):
             self.recorded(np.float32([1, 2]), action, 0.0, space)
+
+    def test_a_first_step_that_is_refused_tells_nothing(self):
+        storage, seen = assemble(), np.zeros(2)
+        with pytest.raises(ValueError, match="observation"):
+            storage.record(seen, 1, 0.0, False, False, {}, seen[:1])
+        seen = np.zeros(3, np.float32)
+        storage.record(seen, 1, 0.0, False, False, {}, seen)
+        assert storage[:]["observation"].dtype is torch.float32
 
 
 def test_end_episodes_in_a_loop_that_resets_early():
