@@ -123,6 +123,7 @@ WRITES = {
             ("no action", lambda d: d.exclude("action"), KeyError),
             ("no done", lambda d: d.exclude(("next", "done")), KeyError),
             ("no reward", lambda d: d.exclude(("next", "reward")), KeyError),
+            ("no truncated", lambda d: d.exclude(("next", "truncated")), KeyError),
             ("no next goal", lambda d: d.exclude(("next", "achieved_goal")), KeyError),
             ("no info", lambda d: d.exclude("effort"), KeyError),
             ("a flag without its dimension", flagged, ValueError),
@@ -130,16 +131,9 @@ WRITES = {
             ("a last row that is terminal and not done", terminal(-1), ValueError),
             ("a shape", lambda d: d.set("action", torch.zeros(2, 3, 5)), ValueError),
             ("padding", lambda d: d.set("collector", {"mask": torch.eye(2, 3).bool()}), ValueError),
-            (
-                "a dtype",
-                lambda d: d.set("observation", d["observation"].double()),
-                BAD,
-            ),
-            (
-                "a flag of numbers",
-                lambda d: d.set(("next", "done"), torch.zeros(2, 3, 1)),
-                BAD,
-            ),
+            ("a dtype", lambda d: d.set("observation", d["observation"].double()), BAD),
+            ("a flag of numbers", lambda d: d.set(("next", "done"), torch.zeros(2, 3, 1)), BAD),
+            ("flags of agents", lambda d: d.set(("next", "done"), d["action"] > 0), ValueError),
             (
                 "a priority that is not a number",
                 lambda d: d.set("td_error", torch.full((2, 3, 1), math.nan)),
@@ -152,6 +146,13 @@ WRITES = {
             ),
         ]
     },
+}
+
+#: What is said of some of them.
+MESSAGES = {
+    "a shape": r"'action' must be .* \[2\], got \[5\]",
+    "flags of agents": "make one for all",
+    "no truncated": "add_truncated_keys",
 }
 
 
@@ -186,10 +187,7 @@ RECORDS = {
         TypeError,
     ),
     "no goal": ({"observations": {"observation": np.zeros((2, 3), np.float32)}}, KeyError),
-    "no next goal": (
-        {"next_observations": {"observation": np.zeros((2, 3), np.float32)}},
-        KeyError,
-    ),
+    "no next goal": ({"next_observations": {"observation": np.zeros((2, 3), "f")}}, KeyError),
     "actions of three": ({"actions": np.zeros((3, 2), np.float32)}, ValueError),
     "actions of another shape": ({"actions": np.zeros((2, 5), np.float32)}, ValueError),
     "rewards of three": ({"rewards": np.zeros(3)}, ValueError),
@@ -198,6 +196,7 @@ RECORDS = {
     "one flag": ({"truncateds": True}, BAD),
     "flags as numbers": ({"terminateds": np.array([0.5, 0])}, BAD),
     "no infos": ({"infos": {}}, KeyError),
+    "a word as infos": ({"infos": "effort"}, TypeError),
     "infos of nothing": ({"infos": None}, (KeyError, TypeError)),
 }
 
@@ -294,10 +293,10 @@ def test_what_the_tables_change_would_fit(call):
 
 
 @pytest.mark.parametrize(
-    ("call", "error"), [pytest.param(*entry, id=name) for name, *entry in tables()]
+    ("name", "call", "error"), [pytest.param(*entry, id=entry[0]) for entry in tables()]
 )
-def test_it_raises_and_changes_nothing(pair, call, error):
-    with pytest.raises(error):
+def test_it_raises_and_changes_nothing(pair, name, call, error):
+    with pytest.raises(error, match=MESSAGES.get(name)):
         call(pair.tried)
     pair.assert_unchanged()
 
@@ -401,7 +400,7 @@ OPTIONS = {
     "autoreset_mode": ["sometimes", 5],
     "on_gap": ["stop", 5],
     "frame_stack": [1, 0, 1.5, "x"],
-    "info_keys": [5, "word"],
+    "info_keys": [5, "word", {"action": gymnasium.spaces.Box(-1, 1, (2,))}],
     "extra_fields": [5, {"x": 3}, {"action": (torch.float32, (2,))}, {"index": (torch.int64, ())}],
     "unknown": [1],
 }
