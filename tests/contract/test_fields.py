@@ -65,19 +65,20 @@ def test_infos_and_further_fields_reach_the_reward_function(place):
         place=place,
         reward_fn=reward,
         info_keys=("weight",),
-        extra_fields={"state": (torch.float64, (2, 2)), ("next", "reward"): (torch.float64, (1,))},
+        extra_fields={"state": (torch.bfloat16, (2, 2)), ("next", "reward"): (torch.float64, (1,))},
         num_goals=math.inf,
     )
     before, _ = env.reset(seed=0)
     for number in range(20):
         after, *outcome, info = env.step(number % 3)
         weight = np.float32([after["achieved_goal"].sum() * 2])
-        info = {**info, "weight": weight, "state": np.full((2, 2), number, np.float64)}
+        info = {**info, "weight": weight, "state": torch.full((2, 2), number, dtype=torch.bfloat16)}
         storage.record(before, number % 3, *outcome, info, after)
         before = env.reset()[0] if outcome[1] or outcome[2] else after
     batch = storage.sample(30)
     assert seen == [{"weight": torch.Size([30, 1])}]
-    assert batch["state"].dtype is batch["next", "reward"].dtype is torch.float64
+    assert batch["state"].dtype is torch.bfloat16
+    assert batch["next", "reward"].dtype is torch.float64
     assert batch["state"].shape == (30, 2, 2)
     assert torch.equal(batch["next", "reward"], 3 * batch["weight"].double())
 
@@ -140,20 +141,20 @@ class TestFrameStacks:
 
     LAYOUTS = {
         # Several channels a frame, as DrQ-v2 and CatFrames join them.
-        "first": ((6, 2, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),
-        "a new first": ((3, 2, 2), 0, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
-        "last": ((2, 2, 3), -1, lambda frames: np.stack([f[0] for f in frames[-3:]], -1)),
-        "middle": ((2, 3, 2), 1, lambda frames: np.stack([f[0] for f in frames[-3:]], 1)),
+        "first": ((6, 3, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),
+        "a new first": ((3, 3, 2), 0, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
+        "last": ((3, 2, 3), -1, lambda frames: np.stack([f[0] for f in frames[-3:]], -1)),
+        "middle": ((3, 3, 2), 1, lambda frames: np.stack([f[0] for f in frames[-3:]], 1)),
     }
 
     def loop(self, lane, stacked):
         """Yields the steps of one environment: (observation, done, next observation)."""
         random, number = np.random.default_rng(lane), lane * 1000
         while True:
-            frames = [random.integers(0, 255, (2, 2, 2), np.uint8)] * 3
+            frames = [random.integers(0, 255, (2, 3, 2), np.uint8)] * 3
             for _ in range(length := int(random.integers(1, 8))):
                 before = {"pixels": stacked(frames), "number": np.array([number])}
-                frames = [*frames, random.integers(0, 255, (2, 2, 2), np.uint8)]
+                frames = [*frames, random.integers(0, 255, (2, 3, 2), np.uint8)]
                 number += 1
                 after = {"pixels": stacked(frames), "number": np.array([number])}
                 yield before, len(frames) == length + 3, after
@@ -178,7 +179,7 @@ class TestFrameStacks:
             autoreset_mode="Disabled",
         )
         loops, written = [self.loop(lane, stacked) for lane in range(num_envs)], {}
-        for _ in range(45):
+        for turn in range(45):
             steps = [next(loop) for loop in loops]
             for before, _, after in steps:
                 written |= {int(seen["number"][0]): seen["pixels"] for seen in (before, after)}
@@ -189,7 +190,7 @@ class TestFrameStacks:
             done = np.array([step[1] for step in steps])
             zeros = np.zeros(num_envs, np.int64)
             values = [before, zeros, zeros * 1.0, done, done & False, {}, after]
-            if num_envs == 1:
+            if num_envs == 1 and turn % 2:
                 before, after = ({key: seen[key][0] for key in seen} for seen in (before, after))
                 values = [before, 0, 0.0, bool(done[0]), False, {}, after]
             storage.record(*values)
