@@ -187,12 +187,12 @@ def test_a_collector_after_a_resume(way, num_envs, is_flat, is_new, on_gap, tmp_
 
 def test_new_environments_go_on_after_a_kill(tmp_path):
     if not (child := os.fork()):
-        Loop(2, "Disabled", 1).step(make(2, "Disabled", tmp_path / "rows"))
+        Loop(1, "Disabled", 1).step(make(1, "Disabled", tmp_path / "rows"))
         os._exit(0)
     os.waitpid(child, 0)
-    storage = make(2, "Disabled", tmp_path / "rows")
-    Loop(2, "Disabled", 3).step(storage)
-    assert storage.episodes.episodes()["length"].tolist() == [1, 1] * 2
+    storage = make(1, "Disabled", tmp_path / "rows")
+    Loop(1, "Disabled", 3).step(storage)
+    assert storage.episodes.episodes()["length"].tolist() == [1, 1]
     storage.close()
 
 
