@@ -373,7 +373,7 @@ def test_flat_batches_of_any_streams(seed):
         data = streams.steps(flags)
         # A trajectory is known by its first observation, which the desired goal tells.
         data["collector", "traj_ids"] = data["desired_goal"][..., 0].long()
-        square.extend(data)
+        assert square.extend(data).shape == (lanes, num_steps)
         index = flat.extend(data.transpose(0, 1).reshape(-1) if by_time else data.reshape(-1))
         assert index.shape == (lanes * num_steps,)
         seen = [sorted(lengths(storage).items()) for storage in (square, flat)]

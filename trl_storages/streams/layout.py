@@ -287,7 +287,7 @@ def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
 class Block(NamedTuple):
     """Rows to be written.
 
-    `which` `[L]` int64 are the lanes, in order; `offsets` `[L + 1]` int64 where the rows of each begin;
+    `which` `[L]` int64 are the lanes, each once; `offsets` `[L + 1]` int64 where the rows of each begin;
     `words` `[N, row_words]` int64 the rows; `done` and `cut` `[N]` bool whether a row ends its episode,
     and whether it begins one whatever came before. The last three are arrays on the host, or tensors on
     the device of the rows.
