@@ -195,7 +195,7 @@ class TestGoals:
         + [pytest.param("current", marks=pytest.mark.requirement("goal-current"))],
     )
     def test_uniform_over_the_outcomes_that_are_allowed(self, history, strategy):
-        storage, lanes = filled(history, **relabelling(HERSampler(strategy)))
+        storage, lanes = filled(history, **relabelling(HERSampler(strategy, float("inf"))))
         pairs = relabelled(storage, lanes, 30 * len(lanes.live()) ** 2)
         assert {anchor for anchor, _ in pairs} == set(lanes.live())
         assert_goals(pairs, lambda step: dict.fromkeys(lanes.goals(step, strategy), 1))
@@ -341,6 +341,17 @@ class TestPriorities:
         lanes = history.write(storage)
         raw = self.report(storage, lanes, lambda step: 0.5 + step.id % 4)
         assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
+
+    @pytest.mark.parametrize("normalize", ["storage", "none"])
+    def test_one_row_after_the_other_becomes_the_least_likely(self, normalize):
+        sampler = PERSampler(80, alpha=1.0, beta=1.0, eps=1e-9, normalize=normalize)
+        storage, raw = assemble(80, sampler=sampler), torch.ones(80)
+        for row in Lanes(80).write(storage, [ends([], 80)])[0]:
+            raw[row] = 1 / (row + 2)
+            storage.update_priority(row, raw[row])
+            batch = storage.sample(8)
+            expected = (raw.min() if normalize == "storage" else raw.mean()) / raw[batch["index"]]
+            torch.testing.assert_close(batch["priority_weight"], expected, rtol=1e-4, atol=0)
 
     def report(self, storage, lanes, priority):
         """Gives every live row a priority, as a learner would; returns them."""
@@ -604,16 +615,15 @@ class TestRecency:
         assert (sampler.update, sampler.num_updates) == (1, 1000)
 
     @pytest.mark.requirement("ere-per")
-    @pytest.mark.parametrize(
-        ("normalize", "size", "window"),
-        [("batch", 40, 12), ("storage", 40, 12), ("none", 40, 12), ("batch", 1200, 700)],
-    )
-    def test_priorities_within_the_window(self, normalize, size, window):
+    @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
+    @pytest.mark.parametrize(("size", "num_lanes", "window"), [(40, 2, 12), (1920, 4, 960)])
+    def test_priorities_within_the_window(self, normalize, size, num_lanes, window):
         per = PERSampler(size, alpha=0.6, beta=0.8, eps=1e-9, normalize=normalize)
         sampler = ERESampler(0.9, c_min=window, base=per)
-        storage, lanes = assemble(size, 2, sampler=sampler), Lanes(size, 2)
-        index = lanes.write(storage, [ends([9, 8] * (size // 40), 6)] * 2)
-        raw = {s: 0.5 + s.id % 16 for lane in lanes.lanes for s in lane}
+        storage, lanes = assemble(size, num_lanes, sampler=sampler), Lanes(size, num_lanes)
+        index = lanes.write(storage, [ends([9, 8] * (size // num_lanes // 20), 6)] * num_lanes)
+        # Older rows have lower ones.
+        raw = {s: 0.5 + s.id % 5 + s.id % 1024 / 100 for lane in lanes.lanes for s in lane}
         # The last ones are of rows that gave way at once.
         index, priority = index.flatten().flip(0), torch.tensor([*raw.values()]).flip(0)
         storage.update_priority(index, priority)
@@ -623,8 +633,12 @@ class TestRecency:
         assert_priorities(storage, lanes, raw, 0.6, 0.8, normalize)
         storage.empty(keep_steps=4)
         assert sampler.update == 0
+        lanes.empty(keep_steps=4)
         lanes.write(storage, [ends([], 6)], [0])
-        assert (storage.sample(64)["priority_weight"] == 1).all()  # all alike
+        sampler.begin_phase(1)
+        batch = storage.sample(400)
+        assert (batch["priority_weight"] == 1).all()  # all alike
+        assert set(lanes.of(batch)) == set(lanes.newest(window))
         assert per.priorities.min() == 1  # as if none had been reported
         storage.update_priority(live := storage.episodes.live_slots(), 2.0)
         assert (per.priorities[live] == 2).all()

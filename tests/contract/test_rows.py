@@ -38,15 +38,17 @@ def test_rows_read_back_bit_for_bit(place, layout, lanes):
 def test_too_few_entries_are_said_once(place):
     """Episodes of one step need two entries each, which there are unless `max_entries` says less."""
     make(place=place, size=1000, max_entries=7)  # the least
-    storage, player = make(place=place, size=1000, max_entries=1200), Player()
+    storage, player = make("prioritized", place=place, size=1000, max_entries=1200), Player()
     with torch.inference_mode():
         storage.extend(rows(player.play([50] * 18)))
+    storage.sample(1)
     steps = player.play([1] * 2000)
     with pytest.warns(UserWarning, match="max_entries"):
         storage.extend(rows(steps[:1100]))
     storage.extend(rows(steps[1100:]))
     storage.validate()
     assert 400 < len(storage) < 1000
+    assert {*ids_of(storage.sample(4000)).tolist()} == {*ids_of(storage[:]).tolist()}
     assert_same(storage[:], rows(steps[-len(storage) :]))
     if place != "device":
         whole = make(place=place, size=1000)
