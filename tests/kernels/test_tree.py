@@ -73,7 +73,7 @@ class TestByHand:
 
 def test_a_leaf_that_weighs_nothing_is_never_drawn():
     made = Tree([], 5000)
-    made.set([0, 7, 4999], [3.0])
+    made.set([0, 7, 4999], [3.0] * 3)
     assert made.weights[[0, 7, 4999]].tolist() == [3.0] * 3
     assert {*made.draw(random_noise(2000))[0]} == {0, 7, 4999}
     made.set([7], [0.0])

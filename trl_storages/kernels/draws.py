@@ -94,15 +94,13 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
         oldest[e], starts[e] = (cursor - count) % T, total
         total += count
     for i in range(len(noise)):
-        rank, e = _below(noise[i], total), 0
-        if E > 1:  # the last lane that begins at or before it
-            high = E
-            while high - e > 1:
-                middle = (e + high) >> 1
-                if starts[middle] <= rank:
-                    e = middle
-                else:
-                    high = middle
+        rank, e, high = _below(noise[i], total), 0, E
+        while high - e > 1:  # the last lane that begins at or before it
+            middle = (e + high) >> 1
+            if starts[middle] <= rank:
+                e = middle
+            else:
+                high = middle
         place = oldest[e] + rank - starts[e]
         slots[i] = e * T + (place - T if place >= T else place)
         # What is asked for next.

@@ -136,14 +136,13 @@ def _joined(nodes: Any, first: int, is_least: bool) -> float:
 
 @loop
 def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: Any) -> None:
-    """Sets the weights `[B]`, or `[1]` for all, of `leaves` `[B]`, and joins what is above them.
+    """Sets the weights `[B]` of `leaves` `[B]`, and joins what is above them.
 
     Of equal leaves the last one counts. A tree of least weights ignores leaves of weight 0.
     """
-    depth, last = len(starts) - 2, len(weights) - 1
-    changed = np.empty(len(leaves), np.int64)
+    depth, changed = len(starts) - 2, np.empty(len(leaves), np.int64)
     for i in range(len(leaves)):
-        weight = weights[min(i, last)]
+        weight = weights[i]
         nodes[starts[depth] + leaves[i]] = weight if weight > 0 or not is_least else _INFINITY
         changed[i] = leaves[i]
     for level in range(depth, 0, -1):
@@ -199,7 +198,7 @@ def _cover(starts: Any, ranges: Any) -> Any:
         left, right, level, num_ending = ranges[0, r], ranges[1, r], depth, 0
         while left < right:
             # Up to where eight neighbours are one node of the level above.
-            while left < right and (left % FAN_OUT or level == 1):
+            while left < right and left % FAN_OUT:
                 nodes[0, n], nodes[1, n] = level, left
                 left, n = left + 1, n + 1
             while left < right and right % FAN_OUT:

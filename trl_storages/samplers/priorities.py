@@ -15,7 +15,6 @@ from trl_storages.packed import PackedStorage
 __all__ = ["Priorities"]
 
 _NO_RANGES = np.empty((2, 0), np.int64)
-_NOTHING = np.zeros(1)
 
 
 class Priorities:
@@ -68,7 +67,7 @@ class Priorities:
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
-            self._set(changes.gone, _NOTHING)
+            self._set(changes.gone, np.zeros(len(changes.gone)))
             self._take_in(changes.new)
 
     def _largest_of(self, slots: np.ndarray) -> float:
