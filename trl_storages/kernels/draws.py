@@ -27,6 +27,7 @@ __all__ = [
     "draw",
     "fold",
     "goals",
+    "lane_of",
     "num_live",
     "sequences",
     "slots_between",
@@ -53,6 +54,12 @@ def _below(noise: int, bound: int) -> int:
     if bound >= 1 << 31:
         return noise % bound
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
+
+
+@inlined
+def lane_of(slot: int, E: int, T: int) -> int:
+    """Returns the lane of a slot; a division takes longer than to ask whether there are several."""
+    return slot // T if E > 1 else 0
 
 
 @loop
@@ -130,11 +137,11 @@ def bounds(index: Any, slots: Any) -> Any:
             raise IndexError("slots must be at least 0 and below the number of slots")
         if i + _AHEAD < len(slots):
             prefetch(episode, slots[i + _AHEAD])
-        e = slots[i] // T if E > 1 else 0
+        e = lane_of(slots[i], E, T)
         found[i, BEGIN] = e * (T + 1) + episode[slots[i]]
         prefetch(flat_spans, found[i, BEGIN])
     for i in range(len(slots)):
-        e = slots[i] // T if E > 1 else 0
+        e = lane_of(slots[i], E, T)
         ahead = last_places[e] - (slots[i] - e * T)
         ahead = ahead if ahead >= 0 else ahead + T
         number, step = found[i, BEGIN] - e * (T + 1), newest[e] - ahead
@@ -149,7 +156,7 @@ def bounds(index: Any, slots: Any) -> Any:
 @inlined
 def _moved(slot: int, steps: int, E: int, T: int) -> int:
     """Returns the slot `steps` later in its lane, less than T."""
-    first = slot // T * T if E > 1 else 0
+    first = lane_of(slot, E, T) * T
     place = slot - first + steps
     if place >= T:
         place -= T
@@ -242,7 +249,7 @@ def sequences(
     for i in range(len(slots)):
         first, oldest, begin = found[i, BEGIN], found[i, OLDEST], -burn_in
         low, high = max(first, oldest), found[i, END]
-        e = slots[i] // T if E > 1 else 0
+        e = lane_of(slots[i], E, T)
         step = lanes[e, TAIL] - oldest
         if boundary == _CROSS:
             low, high = oldest, found[i, NEWEST]

@@ -18,6 +18,7 @@ import numpy as np
 
 from trl_storages.kernels import CURSOR, LANES, PRIORITIES, STEPS, TAIL
 from trl_storages.kernels.compile import inlined, loop, prefetch
+from trl_storages.kernels.draws import lane_of
 
 __all__ = [
     "draw_leaves",
@@ -56,7 +57,7 @@ def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> An
             return -1, largest
     for i in range(len(slots)):
         slot = slots[i]
-        e = slot // T if E > 1 else 0
+        e = lane_of(slot, E, T)
         if slot >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
             column[slot] = raw = max(np.float64(priorities[i]), _LEAST)
             largest = max(largest, raw)
