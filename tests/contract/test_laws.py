@@ -114,6 +114,9 @@ class TestEpochs:
         expected = lanes.of(saved.sample(rest))
         assert lanes.of(loaded.sample(rest)) == expected
         assert Counter(drawn + expected) == Counter(lanes.live())
+        loaded.sample(5)
+        loaded.storage.load_state_dict(saved.storage.state_dict())  # other rows: another epoch
+        assert Counter(lanes.of(loaded.sample(rest + 5))) == Counter(lanes.live())
 
     def test_more_rows_than_there_were_are_never_drawn(self):
         sampler = UniformSampler(without_replacement=True)
@@ -340,6 +343,9 @@ class TestPriorities:
         storage = assemble(history.size, history.lanes, sampler=sampler)
         lanes = history.write(storage)
         raw = self.report(storage, lanes, lambda step: 0.5 + step.id % 4)
+        saved = storage.storage.state_dict()
+        self.report(storage, lanes, lambda step: 0.1)
+        storage.storage.load_state_dict(saved)  # rows alone, with their priorities
         assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
 
     @pytest.mark.parametrize("normalize", ["storage", "none"])

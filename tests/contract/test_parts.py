@@ -145,6 +145,11 @@ def test_whole_episodes_are_drawn_uniformly(history):
         assert_same(episode[: len(expected)], expected)
         padding = episode.exclude("index", ("collector", "mask"))[len(expected) :]
         assert not any(value.any() for value in padding.values(True, True))
+    for _ in range(9):  # most are cut
+        lanes.end_episodes(storage)
+        lanes.write(storage, [[False]] * history.lanes)
+    if whole := lanes.whole_episodes():
+        assert {*ids_of(storage.sample_episodes(99))[:, 0].tolist()} == {*whole}
 
 
 @pytest.mark.requirement("slices")
@@ -207,7 +212,8 @@ class TestEmpty:
     def test_everything_is_as_in_a_fresh_storage(self, place, kind):
         fresh, emptied = (make(kind, place=place, lanes=2, size=24, batch_size=8) for _ in range(2))
         Lanes(24, 2).write(emptied, [ends([4, 4], 9)] * 2)
-        emptied.empty()
+        for _ in range(9):
+            emptied.empty()
         assert len(emptied) == emptied.write_count == 0
         batches = []
         for storage in (fresh, emptied):
