@@ -72,6 +72,7 @@ class TestUniform:
         for named in ([1], [0, 2], [1], [1], [0, 1, 2], [2], [2], [2]):
             lanes.write(storage, [[False]] * len(named), named)
             assert set(lanes.of(storage.sample(200))) == set(lanes.live())
+            assert (storage.episodes.episodes()["length"] > 0).all()
 
 
 @pytest.mark.requirement("uniform-ring")
@@ -345,6 +346,7 @@ class TestPriorities:
         raw = self.report(storage, lanes, lambda step: 0.5 + step.id % 4)
         saved = storage.storage.state_dict()
         self.report(storage, lanes, lambda step: 0.1)
+        storage.sample()
         storage.storage.load_state_dict(saved)  # rows alone, with their priorities
         assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
 
