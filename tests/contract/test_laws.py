@@ -346,7 +346,6 @@ class TestPriorities:
         raw = self.report(storage, lanes, lambda step: 0.5 + step.id % 4)
         saved = storage.storage.state_dict()
         self.report(storage, lanes, lambda step: 0.1)
-        storage.sample()
         storage.storage.load_state_dict(saved)  # rows alone, with their priorities
         assert_priorities(storage, lanes, raw, alpha, 0.7, normalize)
 

@@ -56,6 +56,7 @@ def test_too_few_entries_are_said_once(place):
         for block in rows(steps[:260]).split(65):
             whole.extend(block)
         assert_same(whole[:], rows(steps[64:260]))
+        assert whole.episodes.episodes()["length"].tolist() == [1] * 196
 
 
 def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
