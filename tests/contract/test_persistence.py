@@ -194,7 +194,7 @@ def test_each_observation_is_stored_once(tmp_path, frame_stack, most):
     """A directory takes much less than whole rows of observation and next observation."""
     shape, size = (128,) if frame_stack is None else (frame_stack, 128), 2048
     path = tmp_path / "rows"
-    options = {"path": path, "storage_size": size, "frame_stack": frame_stack}
+    options = {"path": path, "storage_size": size + 1, "frame_stack": frame_stack}
     storage = make_of(Box(-9, 9, shape), Discrete(2), **options)
     frames = torch.arange(size + 4.0).clamp(min=3).unsqueeze(1).expand(-1, 128)
     seen = frames if frame_stack is None else frames.unfold(0, frame_stack, 1).transpose(1, 2)
