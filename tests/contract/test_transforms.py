@@ -180,8 +180,9 @@ class TestFlattenGoal:
                 transform.unflatten(flat)
             transform.flatten(parts.clone())
         assert_same(TensorDict(transform.unflatten(flat), [4]), parts)
-        with pytest.raises(ValueError, match="6"):
-            transform.unflatten(flat[:, :6])
+        for wrong in (flat[:, :6], flat[0, 6]):
+            with pytest.raises(ValueError, match="the vector must"):
+                transform.unflatten(wrong)
         with pytest.raises(TypeError, match="flat"):
             transform.unflatten(flat.tolist())
         with pytest.raises(TypeError, match="parts"):
