@@ -228,6 +228,7 @@ class TestProcesses:
         index = storage.extend(rows(player.play([4])))
         storage.update_priority(index, torch.tensor([8.0, 0.5, 0.5, 0.5]))
         storage.share().sample()
+        assert storage.write_count == 4
         self.in_child(storage.update_priority, index[:1], torch.tensor([16.0]))
         self.in_child(storage.extend, rows(player.play([4])))
         ids = ids_of(batch := storage.sample(4000)).tolist()
