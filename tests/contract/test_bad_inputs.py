@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from contract.lanes import HISTORIES
-from contract.make import assemble, library, make, new_folder, spaces
+from contract.make import assemble, library, make, make_of, new_folder, spaces
 from contract.steps import Player, Transition, as_bits, reward_fn, rows
 
 pytestmark = pytest.mark.requirement("refused-is-unchanged")
@@ -449,6 +449,11 @@ PARTS = {
     "an unknown boundary": lambda: library.EpisodeSequence(3, boundary="wrap"),
     "a negative burn-in": lambda: library.EpisodeSequence(3, burn_in=-1),
     "a stack of one": lambda: library.FrameStack(1),
+    "stacks of two and of three": lambda: make_of(
+        gymnasium.spaces.Dict({str(k): gymnasium.spaces.Box(0, 1, (k,)) for k in (2, 3)}),
+        gymnasium.spaces.Discrete(2),
+        frame_stack={str(k): library.FrameStack(k) for k in (2, 3)},
+    ),
     "no storages": lambda: library.ReplayStorageEnsemble(),
     "shares of others": lambda: library.ReplayStorageEnsemble(assemble(), shares=(0.5, 0.5)),
 }
