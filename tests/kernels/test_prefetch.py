@@ -101,7 +101,7 @@ class TestIndex:
         sums, every = np.zeros(starts[-1]), np.arange(1000)
         tree.set_leaves(sums, starts, False, every, np.ones(1000))
         leaves, weights = np.empty(B, np.int64), np.empty(B)
-        noise, ranges = np.arange(B) << 57, np.empty((2, 0), np.int64)
+        noise, ranges = np.arange(B) << 57, tree.every_leaf(starts)
         python(tree.draw_leaves)(sums, starts, ranges, noise, leaves, weights)
         levels = [(2, leaves // 64), (3, leaves // 8), (4, leaves)]
         assert asked == [

@@ -26,16 +26,18 @@ class Tree:
     def weights(self):
         return self.sums[self.starts[-2] :][: self.size]
 
-    def draw(self, noise, ranges=((), ())):
-        noise, ranges = np.asarray(noise, np.int64), np.array(ranges, np.int64).reshape(2, -1)
+    def ranges(self, given):
+        return tree.every_leaf(self.starts) if given is None else np.array(given, np.int64)
+
+    def draw(self, noise, ranges=None):
+        noise, ranges = np.asarray(noise, np.int64), self.ranges(ranges)
         leaves, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = tree.draw_leaves(self.sums, self.starts, ranges, noise, leaves, weights)
         assert weights.tolist() == self.weights[leaves].tolist()
         return leaves, total
 
-    def least(self, ranges=((), ())):
-        ranges = np.array(ranges, np.int64).reshape(2, -1)
-        return tree.least_within(self.least_of, self.starts, ranges)
+    def least(self, ranges=None):
+        return tree.least_within(self.least_of, self.starts, self.ranges(ranges))
 
 
 def noise_of(uniform):
@@ -99,7 +101,7 @@ def test_the_share_of_each_leaf_is_exact(size):
     weights = 0.5 + np.random.default_rng(size).random(size)
     made, num_draws = Tree(weights), 8 * size
     first, last = size // 5, size - size // 7
-    for ranges, start, stop in ((((), ()), 0, size), (((first,), (last,)), first, last)):
+    for ranges, start, stop in ((None, 0, size), (((first,), (last,)), first, last)):
         counts = np.bincount(made.draw(grid(num_draws), ranges)[0], minlength=size)
         share = weights[start:stop] / weights[start:stop].sum() * num_draws
         assert np.abs(counts[start:stop] - share).max() < 1.0
@@ -164,7 +166,7 @@ def test_it_answers_as_a_list_does(history):
         made.set(leaves, weights)
     inside = [leaf for bounds in zip(*ranges, strict=True) for leaf in range(*bounds)]
     assert made.weights.tolist() == plain.tolist()
-    for within, there in ((((), ()), [*range(size)]), (ranges, inside)):
+    for within, there in ((None, [*range(size)]), (ranges, inside)):
         positive = plain[there][plain[there] > 0]
         assert made.least(within) == positive.min(initial=np.inf)
         if len(positive):

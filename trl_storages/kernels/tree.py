@@ -22,6 +22,7 @@ from trl_storages.kernels.draws import lane_of
 
 __all__ = [
     "draw_leaves",
+    "every_leaf",
     "least_within",
     "level_starts",
     "newest_ranges",
@@ -96,6 +97,11 @@ def level_starts(num_leaves: int) -> np.ndarray:
         sizes.append(-(-sizes[-1] // FAN_OUT // FAN_OUT) * FAN_OUT)
     # The root takes a cache line too, so that children never straddle two.
     return np.cumsum([0, FAN_OUT, *sizes[::-1]])
+
+
+def every_leaf(starts: np.ndarray) -> np.ndarray:
+    """Returns the range `[2, 1]` of all leaves of a tree, which its root covers."""
+    return np.array([[0], [FAN_OUT ** (len(starts) - 2)]])
 
 
 @inlined
@@ -186,14 +192,14 @@ def _cover(starts: Any, ranges: Any) -> Any:
 
     Args:
         starts: where the levels of the table begin.
-        ranges: `[2, R]` disjoint ranges of leaves, firsts and ends; R = 0 is all.
+        ranges: `[2, R]` disjoint ranges of leaves, firsts and ends.
 
     Returns:
         `[2, n]` their levels, 0 of the root, and their numbers there; in the order of their leaves, so
         that the same weights elsewhere are drawn alike.
     """
     depth, R, n = len(starts) - 2, ranges.shape[1], 0
-    nodes = np.zeros((2, max(2 * FAN_OUT * depth * R, 1)), np.int64)
+    nodes = np.empty((2, 2 * FAN_OUT * depth * R), np.int64)
     ending = np.empty((2, FAN_OUT * depth), np.int64)
     for r in range(R):
         left, right, level, num_ending = ranges[0, r], ranges[1, r], depth, 0
@@ -210,7 +216,7 @@ def _cover(starts: Any, ranges: Any) -> Any:
         for j in range(num_ending - 1, -1, -1):
             nodes[:, n] = ending[:, j]
             n += 1
-    return nodes[:, : n if R else 1]
+    return nodes[:, :n]
 
 
 @loop
@@ -226,7 +232,7 @@ def draw_leaves(
     Args:
         sums: the table of the tree.
         starts: where its levels begin.
-        ranges: `[2, R]` disjoint ranges to draw within; R = 0 is all.
+        ranges: `[2, R]` disjoint ranges to draw within.
         noise: `[B]` random numbers of 63 bits.
         leaves: the result.
         weights: the result, `[B]` float64.
@@ -261,7 +267,7 @@ def draw_leaves(
 
 @loop
 def least_within(least: Any, starts: Any, ranges: Any) -> float:
-    """Returns the least positive weight in the union of `ranges` `[2, R]`; R = 0 is all."""
+    """Returns the least positive weight in the union of `ranges` `[2, R]`."""
     nodes, low = _cover(starts, ranges), _INFINITY
     for n in range(nodes.shape[1]):
         low = min(low, least[starts[nodes[0, n]] + nodes[1, n]])

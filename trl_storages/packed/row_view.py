@@ -36,6 +36,7 @@ class RowView:
         slots: as given.
         drawn: as given; `rows[key]` has these entries on the device of the rows.
         device: where entries are.
+        is_on_host: whether compiled loops read and write the rows.
         episodes: which rows are in which episodes; tensors that it is asked about are on the host.
         window: the n rows from each one, `[n, B]`, while an `NStep` is to fold them; else None. The last
             row of an episode is repeated.
@@ -53,12 +54,13 @@ class RowView:
     ) -> None:
         self._storage, self.slots, self.drawn = storage, slots, drawn or {}
         self.device, self.episodes = storage.device, storage.episodes
+        self.is_on_host: bool = storage.rows.is_on_host
         self.window: RowView | None = None
         self.lengths: Any = None
         self.read = [] if read is None else read
         self.read.append(slots)
         self.changes: dict[NestedKey, torch.Tensor] = dict(self.drawn)
-        if drawn and self.device.type != "cpu":
+        if drawn and not self.is_on_host:
             self.changes = sent_together(drawn, self.device)
         self._fetched: dict[NestedKey, torch.Tensor] = {}
         # What was pasted: key, entries `[B]` of the other rows, mask, targets and default.

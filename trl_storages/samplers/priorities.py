@@ -14,8 +14,6 @@ from trl_storages.packed import PackedStorage
 
 __all__ = ["Priorities"]
 
-_NO_RANGES = np.empty((2, 0), np.int64)
-
 
 class Priorities:
     """Raw priorities `[N]` of a storage's rows, and their weights (p + eps)^alpha in a tree.
@@ -42,6 +40,7 @@ class Priorities:
         # What was seen of them, and the number of updates until then.
         self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
         self.starts = tree.level_starts(index.capacity)
+        self._every_leaf = tree.every_leaf(self.starts)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
         # What was taken in of the index, a `Seen`.
@@ -122,10 +121,10 @@ class Priorities:
 
         Returns:
             the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
-            drawn from, `[2, R]` firsts and ends, none for all.
+            drawn from, `[2, R]` firsts and ends.
         """
         self.num_draws += 1
-        ranges = _NO_RANGES
+        ranges = self._every_leaf
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
             # The newest that the tree knows: another process may be writing.

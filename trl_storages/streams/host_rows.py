@@ -44,7 +44,8 @@ class HostRows:
         arena: holds the `entries` `[E M, W]`, and in a file their `marks`, see `kernels.checks`.
     """
 
-    device = torch.device("cpu")
+    #: Whether compiled loops read and write the rows.
+    is_on_host = True
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena

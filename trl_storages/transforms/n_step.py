@@ -16,7 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import Checked
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
-from trl_storages.packed import RowView, memory
+from trl_storages.packed import RowView
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
@@ -124,7 +124,7 @@ class NStep(ReplayTransform):
                 "of rows.steps."
             )
         rewards, lengths, changes = window[self.reward_key], rows.lengths, window.changes
-        if rewards.device.type != "cpu":
+        if not rows.is_on_host:
             lengths = sent(lengths, rewards.device)
         # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
         if self.terminated_key in changes:
@@ -141,7 +141,7 @@ class NStep(ReplayTransform):
         counts = lengths.view(-1, *(1,) * (len(size) - 1))
         if size.numel() != len(lengths):
             counts = counts.expand(size).clone()
-        rows.changes[self.reward_key] = _folded(rewards, lengths, self.discount)
+        rows.changes[self.reward_key] = _folded(rewards, lengths, self.discount, rows.is_on_host)
         rows.changes[self.steps_to_next_obs_key] = counts
 
     def __repr__(self) -> str:
@@ -154,12 +154,14 @@ def _of_row(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return values.gather(0, index).squeeze(0)
 
 
-def _folded(rewards: torch.Tensor, lengths: torch.Tensor, discount: float) -> torch.Tensor:
+def _folded(
+    rewards: torch.Tensor, lengths: torch.Tensor, discount: float, is_on_host: bool
+) -> torch.Tensor:
     """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
     if len(rewards) == 1:
         return rewards[0]
     dtype = return_dtype(rewards.dtype)
-    if rewards.device.type in memory.HOSTS:
+    if is_on_host:
         # The loop is compiled for two dtypes; it sums in float64 in any case.
         if not rewards.dtype is dtype is torch.float32:
             rewards = rewards.double()
