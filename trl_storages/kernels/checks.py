@@ -59,7 +59,7 @@ def _finished(total: int) -> int:
 @inlined
 def _of_observation(entries: Any, p: int, size: int, c: Any) -> int:
     """Returns the check of the observation of entry p, of `size` words."""
-    total = _START
+    total = np.int64(_START)
     for w in range(size):
         total += c[w] * _folded(entries[p, w])
     return _finished(total)

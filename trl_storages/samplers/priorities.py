@@ -103,7 +103,7 @@ class Priorities:
         if count < 0:
             most = self.index.capacity
             raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
-        self.largest = max(self.largest, largest)
+        self.largest = max(self.largest, float(largest))
         self._take_in(kept[:count])
 
     def by_slot(self) -> np.ndarray:
