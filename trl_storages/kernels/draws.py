@@ -22,6 +22,7 @@ __all__ = [
     "GOAL_KINDS",
     "NEWEST",
     "OLDEST",
+    "after",
     "bounds",
     "changes",
     "draw",
@@ -60,6 +61,12 @@ def _below(noise: int, bound: int) -> int:
 def lane_of(slot: int, E: int, T: int) -> int:
     """Returns the lane of a slot; a division takes longer than to ask whether there are several."""
     return slot // T if E > 1 else 0
+
+
+@inlined
+def after(place: int, size: int) -> int:
+    """Returns the place behind one; the first of `size` follows the last."""
+    return place + 1 if place + 1 < size else 0
 
 
 @loop
@@ -273,7 +280,7 @@ def slots_between(index: Any, firsts: Any, ends: Any) -> Any:
         place = firsts[e] % T
         for _ in range(firsts[e], ends[e]):
             slots[i] = e * T + place
-            place = place + 1 if place + 1 < T else 0
+            place = after(place, T)
             i += 1
     return slots
 

@@ -48,6 +48,7 @@ from trl_storages.kernels import (
 )
 from trl_storages.kernels.checks import mark, number
 from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
+from trl_storages.kernels.draws import after
 
 __all__ = [
     "compare",
@@ -150,7 +151,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             how[begin] = max(how[begin], AGAIN)
             while tail < cursor and where[e * T + slot] - base >= head:
                 tail += 1  # older than what lies at the beginning
-                slot = slot + 1 if slot + 1 < T else 0
+                slot = after(slot, T)
             head = 0
         for i in range(begin, end):
             place = head - 1 if how[i] == SAME else head + k - 1
@@ -161,7 +162,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
                 if cursor + i - begin - tail < T and not overlaps:
                     break
                 tail += 1
-                slot = slot + 1 if slot + 1 < T else 0
+                slot = after(slot, T)
             at[i] = base + place
             head = place + 2
         lanes[e, TAIL] = max(tail, cursor + end - begin - T)
@@ -203,7 +204,7 @@ def enter(
             if begins:
                 if step > 0:  # a write that was cut off may have gone on with it
                     spans[e, running, LAST] = step - 1
-                running = running + 1 if running < T else 0
+                running = after(running, T + 1)
                 spans[e, running, FIRST] = step
             spans[e, running, LAST] = step
             slots[i], numbers[i] = e * T + slot, number(step, begins, done[i])
@@ -213,7 +214,7 @@ def enter(
                 priorities[slots[i]] = 0
             goes_on = not done[i]
             step += 1
-            slot = slot + 1 if slot + 1 < T else 0
+            slot = after(slot, T)
     return gaps
 
 
