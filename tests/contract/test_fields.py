@@ -142,7 +142,7 @@ class TestFrameStacks:
     LAYOUTS = {
         # Several channels a frame, as DrQ-v2 and CatFrames join them.
         "first": ((6, 3, 2), 0, lambda frames: np.concatenate(frames[-3:], 0)),
-        "a new first": ((3, 3, 2), 0, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
+        "a new first": ((3, 3, 2), -3, lambda frames: np.stack([f[0] for f in frames[-3:]], 0)),
         "last": ((3, 2, 3), -1, lambda frames: np.stack([f[0] for f in frames[-3:]], -1)),
         "middle": ((3, 3, 2), 1, lambda frames: np.stack([f[0] for f in frames[-3:]], 1)),
     }

@@ -32,7 +32,8 @@ def resident(array):
 @pytest.mark.skipif(not GIVES_BACK, reason="this system takes no memory back")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_memory_is_given_back(is_shared):
-    layout, index = Layout(FIELDS), EpisodeIndex(LANES * STEPS, LANES)
+    # One more lane is never written.
+    layout, index = Layout(FIELDS), EpisodeIndex((LANES + 1) * STEPS, LANES + 1)
     room = room_for(layout, index)
     arena = Arena.shared(**room) if is_shared else Arena(**room)
     rows = HostRows(layout, index, arena)

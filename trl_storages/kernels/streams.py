@@ -158,8 +158,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             while tail < cursor:
                 oldest = where[e * T + slot] - base
                 # It needs entries oldest - (k - 1) to oldest + 1, the new one head to place + 1.
-                overlaps = head <= oldest + 1 and oldest - (k - 1) <= place + 1
-                if cursor + i - begin - tail < T and not overlaps:
+                if oldest + 1 < head or place + 1 < oldest - (k - 1):
                     break
                 tail += 1
                 slot = after(slot, T)
