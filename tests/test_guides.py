@@ -11,7 +11,7 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 
 pytestmark = [
     # TorchRL's collectors, trainers and losses warn of what is to change in them.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 ]
 
 

@@ -7,12 +7,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tally_env import TallyEnv, check_batch, goal_storage
 
-from trl_storages import (
-    EpisodeReplayStorage,
-    EpisodeSequence,
-    NStepReplayStorage,
-    ReplayStorage,
-)
+from trl_storages import EpisodeReplayStorage, EpisodeSequence, NStepReplayStorage, ReplayStorage
 
 # TorchRL sets "spawn", whose workers import everything again.
 FORK = {"multiprocessing_context": "fork"}

@@ -114,10 +114,7 @@ def workers(local_ray) -> list:
     return [ray.remote(num_cpus=0, max_concurrency=2)(Worker).remote() for _ in range(2)]
 
 
-ON_RAY = {
-    "service_backend": "ray",
-    "service_backend_options": {"remote_config": {"num_cpus": 0}},
-}
+ON_RAY = {"service_backend": "ray", "service_backend_options": {"remote_config": {"num_cpus": 0}}}
 
 
 @pytest.mark.slow

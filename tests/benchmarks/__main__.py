@@ -72,10 +72,7 @@ def worker(threads: int, peers: list[str]) -> ProcessPoolExecutor:
     multi_threaded = "true" if threads > 1 else "false"
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={multi_threaded}"
     return ProcessPoolExecutor(
-        1,
-        mp_context=get_context("spawn"),
-        initializer=prepare_process,
-        initargs=(threads, peers),
+        1, mp_context=get_context("spawn"), initializer=prepare_process, initargs=(threads, peers)
     )
 
 

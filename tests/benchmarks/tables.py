@@ -4,14 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 
-__all__ = [
-    "TITLES",
-    "WORKS",
-    "format_all",
-    "format_gpu",
-    "format_machine",
-    "format_missed",
-]
+__all__ = ["TITLES", "WORKS", "format_all", "format_gpu", "format_machine", "format_missed"]
 
 WORKS = {
     "uniform": "uniform",

@@ -104,11 +104,7 @@ HISTORIES = {
     "unequal fill": History(
         24,
         2,
-        [
-            ([ends([3], 2), ends([], 5)], None),
-            ([ends([2, 2])], [1]),
-            ([[False], [True]], None),
-        ],
+        [([ends([3], 2), ends([], 5)], None), ([ends([2, 2])], [1]), ([[False], [True]], None)],
     ),
     "one lane wrapped": History(
         24, 3, [([[False]] * 3, None), ([ends([4, 6], 3)], [1]), ([[True]] * 3, None)]

@@ -35,10 +35,7 @@ THEIRS = {
         "EpisodeSequence",
     ),
     "ConsumingSampler": (lambda: {"sampler": stock.ConsumingSampler(2)}, "UniformSampler"),
-    "StalenessAwareSampler": (
-        lambda: {"sampler": stock.StalenessAwareSampler()},
-        "UniformSampler",
-    ),
+    "StalenessAwareSampler": (lambda: {"sampler": stock.StalenessAwareSampler()}, "UniformSampler"),
     "SamplerEnsemble": (
         lambda: {"sampler": stock.SamplerEnsemble(stock.RandomSampler())},
         "ReplayStorageEnsemble",

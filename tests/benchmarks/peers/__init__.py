@@ -12,16 +12,7 @@ from tests.benchmarks.peers.base import Buffer
 
 __all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
-PEERS = (
-    "ours",
-    "torchrl",
-    "sb3",
-    "cpprb",
-    "tianshou",
-    "flashbax",
-    "compiled",
-    "raw",
-)
+PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "compiled", "raw")
 # Whose batches arrive on a GPU if one is asked for.
 ON_CUDA = ("ours", "torchrl", "sb3")
 
