@@ -222,9 +222,8 @@ class Layout:
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
-            return False
-        return self.fields == other.fields and self.nested == other.nested
+        own = self.fields, self.nested
+        return isinstance(other, Layout) and own == (other.fields, other.nested)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
