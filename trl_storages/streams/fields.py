@@ -46,6 +46,8 @@ class FrameStack:
 
     >>> FrameStack(4).frame_shape(torch.Size([12, 84, 84]))
     torch.Size([3, 84, 84])
+    >>> FrameStack(4).frame_shape(torch.Size([4, 84, 84]))
+    torch.Size([84, 84])
     """
 
     num_frames: int
