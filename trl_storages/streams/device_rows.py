@@ -139,7 +139,8 @@ class DeviceRows:
         kinds = both[:size]
         found = (kinds & 3).astype(np.uint8)
         found[first[self._tips(which) < 0]] = GAP
-        return found, (kinds & 4) > 0, (kinds & 8) > 0, both[size:].reshape(len(first), S)
+        done, cut = (kinds & [[4], [8]]).astype(bool)
+        return found, done, cut, both[size:].reshape(len(first), S)
 
     def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
         """Keeps what the streams of lanes end with now, `[L, S]`."""
