@@ -74,8 +74,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self._rows: Rows | None = None
         self._shared: Arena | None = None
         self._take(np.zeros((4, E), np.int64))
-        # Lanes that were not written since they were loaded or opened: who goes on may be another.
-        self._is_resumed = np.zeros(E, bool)
+        # The count when rows were loaded or opened, else -1: who goes on in a lane that was not written
+        # since may be another.
+        self._resumed_at = -1
         self._warned_of_gaps = self._warned_of_lost = False
 
     def _take(self, notes: np.ndarray) -> None:
@@ -119,7 +120,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         for buffer in storage._attached_entities:
             refuse_stock(buffer.sampler)
         storage.divide(self.num_envs)
-        self._is_resumed[:] = len(storage) > 0
+        self._resumed_at = self.write_count if len(storage) else -1
         super().register_storage(storage)
 
     # Steps as TensorDicts
@@ -259,16 +260,17 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if self._shared is not None:
             block = self._cut_from_others(block)
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
+        if gaps:
+            gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
         self._count[0] = count = int(self._count[0]) + len(block.done)
         self._written_at[block.which] = count
-        if gaps and not self._warned_of_gaps and gaps > self._is_resumed[block.which].sum():
+        if gaps > 0 and not self._warned_of_gaps:
             self._warned_of_gaps = True
             warn_caller(
                 "a row does not begin with the observation that the row before it in its lane led to: "
                 "its episode is cut there. Call end_episodes() where environments are reset early, or "
                 'pass on_gap="ignore" if observations are changed between steps.'
             )
-        self._is_resumed[block.which] = False
         return torch.from_numpy(slots)
 
     def _cut_from_others(self, block: Block) -> Block:
@@ -283,6 +285,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     def _empty(self, empty_write_count: bool = True) -> None:
         if empty_write_count:
             self._count[0] = self._written_at[:] = 0
+            self._resumed_at = -1
 
     def state(self) -> State:
         """Returns the write count, and of each lane its trajectory and when it was written."""
@@ -301,7 +304,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
         def adopt() -> None:
             self._count[0], self._notes[1:3] = count, lanes
-            self._is_resumed[:] = True
+            self._resumed_at = count
 
         return adopt
 
