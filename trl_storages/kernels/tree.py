@@ -21,8 +21,10 @@ from trl_storages.kernels.compile import inlined, loop, prefetch
 from trl_storages.kernels.draws import lane_of
 
 __all__ = [
+    "are_priorities",
     "draw_leaves",
     "every_leaf",
+    "importance",
     "least_within",
     "level_starts",
     "newest_ranges",
@@ -84,6 +86,22 @@ def weigh(
                 column[slots[i]] = known[slots[i]] = raw
         weights[i] = (raw + eps) ** alpha
     return weights
+
+
+@loop
+def are_priorities(raw: Any) -> bool:
+    """Returns whether numbers are finite and at least 0."""
+    found = True
+    for i in range(len(raw)):
+        found &= 0 <= raw[i] < _INFINITY
+    return found
+
+
+@loop
+def importance(weights: Any, top: float, beta: float, out: Any) -> None:
+    """Writes the importance (top / weight)^beta of rows of such weights `[B]`."""
+    for i in range(len(out)):
+        out[i] = (top / weights[i]) ** beta
 
 
 def level_starts(num_leaves: int) -> np.ndarray:

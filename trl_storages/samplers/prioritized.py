@@ -15,6 +15,7 @@ from torchrl.data import PrioritizedSampler
 
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, warn_caller
+from trl_storages.kernels import tree
 from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.samplers.priorities import Priorities
@@ -157,7 +158,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             top = total / storage.episodes.fill.clip(max=within).sum()
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
-        weight = ((top / weights) ** self.beta).astype(np.float32)
+        weight = np.empty(len(slots), np.float32)
+        tree.importance(weights, top, self.beta, weight)
         stamp = storage.episodes.steps_of(slots)
         return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
 
@@ -260,7 +262,7 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not ((values >= 0) & (values < np.inf)).all():
+    if not tree.are_priorities(values):
         raise ValueError(
             "priorities must be finite and at least 0, got others: nothing was changed."
         )

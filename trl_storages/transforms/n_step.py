@@ -167,11 +167,11 @@ def _folded(
             rewards = rewards.double()
         flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
         total = np.empty(flat.shape[1:], flat.dtype)
-        draws.fold(flat, lengths.numpy(), _discounts(len(flat), discount).numpy(), total)
+        draws.fold(flat, lengths.numpy(), _discounts(len(flat), discount), total)
         folded = torch.from_numpy(total).view(rewards.shape[1:])
         return folded if folded.dtype is dtype else folded.to(dtype)
     values = rewards.reshape(*rewards.shape[:2], -1)
-    weights = _discounts(len(values), discount).to(rewards.device)[:, None, None]
+    weights = sent(_discounts(len(values), discount), rewards.device)[:, None, None]
     rank = torch.arange(len(values), device=rewards.device)[:, None, None]
     # where, not a product: what lies outside of a window may be infinite.
     summed = (torch.where(rank < lengths[:, None], values, 0).double() * weights).sum(0)
@@ -179,7 +179,7 @@ def _folded(
 
 
 @lru_cache(maxsize=16)
-def _discounts(num_rows: int, gamma: float) -> torch.Tensor:
+def _discounts(num_rows: int, gamma: float) -> np.ndarray:
     """Tabulates the weight of each reward of a window.
 
         R = Σ γ^i · r_i,  i = 0 .. m - 1
@@ -193,7 +193,7 @@ def _discounts(num_rows: int, gamma: float) -> torch.Tensor:
 
     Reference: Sutton & Barto 2018, Reinforcement Learning, eq. 7.1, without the bootstrap term.
 
-    >>> _discounts(3, 0.5)
-    tensor([1.0000, 0.5000, 0.2500], dtype=torch.float64)
+    >>> _discounts(3, 0.5).tolist()
+    [1.0, 0.5, 0.25]
     """
-    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64))
+    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64)).numpy()
