@@ -19,6 +19,7 @@ FIELDS = {*rows([]).keys(True, True)}
 SPECS = Composite(
     observation=Unbounded((3,)), achieved_goal=Unbounded((2,)), desired_goal=Unbounded((2,))
 )
+ACTIONS = Unbounded((2,))
 
 
 def filled(kind, **options):
@@ -52,7 +53,7 @@ def test_what_batches_hold(place, kind, entries):
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-@pytest.mark.parametrize("of", [spaces(), (SPECS, Unbounded((2,)))], ids=["spaces", "specs"])
+@pytest.mark.parametrize("of", [spaces(), (SPECS, ACTIONS), (spaces()[0], ACTIONS)])
 def test_fields_are_those_of_spaces_or_specs(kind, of):
     """Before the first write; further entries of a collector are dropped."""
     infos = {"effort": Unbounded((1,), dtype=torch.float64)}
