@@ -135,21 +135,27 @@ class TestRelabel:
         ]
 
     @pytest.mark.parametrize(
-        "parts",
+        ("parts", "answer"),
         [
-            {"sampler": HERSampler()},
-            {"transform": GoalRelabel(no_reward)},
-            {"transform": NStep(3, steps_to_next_obs_key="effort")},
-            {"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]},
-            {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
-            {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
+            ({"sampler": HERSampler()}, "written by a transform"),
+            ({"transform": GoalRelabel(no_reward)}, r"HERSampler\(\)"),
+            ({"transform": GoalRelabel(no_reward, goal_key="other")}, r"HERSampler\(.*'other'"),
+            ({"transform": NStep(3, steps_to_next_obs_key="effort")}, "n-step"),
+            ({"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]}, "before"),
+            (
+                {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
+                "other",
+            ),
+            (
+                {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
+                "force",
+            ),
         ],
-        ids=["nobody writes goals", "no goals", "n-step", "folded first", "other goals", "no info"],
     )
-    def test_parts_that_do_not_fit_together(self, parts):
+    def test_parts_that_do_not_fit_together(self, parts, answer):
         storage = assemble(20, **parts)
         Lanes(20).write(storage, [ends([6, 6])])
-        with pytest.raises((KeyError, RuntimeError, ValueError)):
+        with pytest.raises((KeyError, RuntimeError, ValueError), match=answer):
             storage.sample(8)
 
 
