@@ -453,6 +453,9 @@ PARTS = {
         gymnasium.spaces.Discrete(2),
         frame_stack={str(k): library.FrameStack(k) for k in (2, 3)},
     ),
+    "a stack without a next one": lambda: library.PackedStorage(
+        9, fields={"x": (torch.uint8, (2,), library.FrameStack(2))}
+    ),
     "no storages": lambda: library.ReplayStorageEnsemble(),
     "shares of others": lambda: library.ReplayStorageEnsemble(assemble(), shares=(0.5, 0.5)),
 }

@@ -146,10 +146,7 @@ class TestRelabel:
                 {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
                 "other",
             ),
-            (
-                {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
-                "force",
-            ),
+            ({"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["x"])}, "x"),
         ],
     )
     def test_parts_that_do_not_fit_together(self, parts, answer):
