@@ -142,11 +142,11 @@ class TestRelabel:
             ({"transform": GoalRelabel(no_reward, goal_key="other")}, r"HERSampler\(.*'other'"),
             ({"transform": NStep(3, steps_to_next_obs_key="effort")}, "n-step"),
             ({"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]}, "before"),
+            ({"sampler": HERSampler(goal_key="to"), "transform": GoalRelabel(no_reward)}, "'to'"),
             (
-                {"sampler": HERSampler(goal_key="other"), "transform": GoalRelabel(no_reward)},
-                "other",
+                {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
+                "'force'",
             ),
-            ({"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["x"])}, "x"),
         ],
     )
     def test_parts_that_do_not_fit_together(self, parts, answer):

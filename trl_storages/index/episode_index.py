@@ -333,8 +333,7 @@ class EpisodeIndex:
         """Returns the step of its lane that each row is, `[*B]` int64, or was at `cursors` `[E]`."""
         given = np.asarray(slots)
         newest = (self.cursors if cursors is None else cursors)[given // self.steps_per_lane] - 1
-        steps = newest - (newest - given) % self.steps_per_lane
-        return steps if given is slots else torch.from_numpy(steps)
+        return _like(slots, newest - (newest - given) % self.steps_per_lane)
 
     def stale(self, slots: Slots, steps: Slots) -> Any:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.

@@ -24,7 +24,6 @@ __all__ = [
     "are_priorities",
     "draw_leaves",
     "every_leaf",
-    "importance",
     "least_within",
     "level_starts",
     "newest_ranges",
@@ -95,13 +94,6 @@ def are_priorities(raw: Any) -> bool:
     for i in range(len(raw)):
         found &= 0 <= raw[i] < _INFINITY
     return found
-
-
-@loop
-def importance(weights: Any, top: float, beta: float, out: Any) -> None:
-    """Writes the importance (top / weight)^beta of rows of such weights `[B]`."""
-    for i in range(len(out)):
-        out[i] = (top / weights[i]) ** beta
 
 
 def level_starts(num_leaves: int) -> np.ndarray:

@@ -158,8 +158,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             top = total / storage.episodes.fill.clip(max=within).sum()
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
-        weight = np.empty(len(slots), np.float32)
-        tree.importance(weights, top, self.beta, weight)
+        weight = ((top / weights) ** self.beta).astype(np.float32)
         stamp = storage.episodes.steps_of(slots)
         return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
 
