@@ -25,7 +25,7 @@ ROWS = re.compile(r"rows\.[1-9][0-9]{0,8}")
 #: What is raised where words that should describe something do not.
 UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
 _KIND = {"kind": "trl_storages", "format": 3}
-_MOST = 2**48
+MOST = 2**48
 _MOST_BYTES = 1 << 24
 
 
@@ -69,7 +69,7 @@ class Description:
         numbers = [self.max_size, self.num_envs, *self.tails, *self.cursors]
         if self.max_entries is not None:
             numbers.append(self.max_entries)
-        if not all(type(it) is int and 0 <= it < _MOST for it in numbers):
+        if not all(type(it) is int and 0 <= it < MOST for it in numbers):
             raise ValueError("its numbers are not those of rows")
         if not len(self.tails) == len(self.cursors) == self.num_envs:
             raise ValueError("its lanes are not as many as it says")
@@ -155,12 +155,12 @@ def layout_of(words: Mapping[str, Any]) -> Layout:
         fields[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
     nested = tuple((tuple(path), _shape(size)) for path, size in words["nested"])
     layout = Layout(fields, nested)
-    if described(layout) != words or layout.row_words > _MOST:
+    if described(layout) != words or layout.row_words > MOST:
         raise ValueError("its fields are not those of rows")
     return layout
 
 
 def _shape(sizes: list[int]) -> torch.Size:
-    if not all(type(size) is int and 0 <= size < _MOST for size in sizes):
+    if not all(type(size) is int and 0 <= size < MOST for size in sizes):
         raise ValueError(f"a shape must be a list of sizes, got {sizes!r:.50}")
     return torch.Size(sizes)

@@ -24,9 +24,8 @@ from trl_storages import arguments
 from trl_storages.arguments import Checked
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn, OwnSampler, layers_of
+from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler, layers_of
 from trl_storages.samplers.hindsight import HERSampler
-from trl_storages.samplers.uniform import WrappingSampler
 from trl_storages.states import Adopt, State, entries_of
 
 __all__ = ["ERESampler", "ReturnImprovementEta"]

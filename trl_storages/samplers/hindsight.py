@@ -22,8 +22,7 @@ from trl_storages.arguments import Checked
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.packed import PackedStorage
-from trl_storages.samplers.base import Drawn, OwnSampler
-from trl_storages.samplers.uniform import WrappingSampler
+from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
 
