@@ -101,8 +101,8 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
         ax.bar(left, most, width, align="edge", color=_LIGHT, label=f"largest of {width}")
     mean = bars.mean(1).filled(0)
     ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
-    T = storage.episodes.steps_per_lane
-    cursors = np.arange(storage.episodes.num_envs) * T + storage.episodes.cursors % T
+    index = storage.episodes
+    cursors = index.slots_of(np.arange(index.num_envs), index.cursors)
     whole = ax.get_xaxis_transform()
     ax.vlines(cursors, 0, 1, _RED, lw=1.4, label="written next", transform=whole)
     ax.set(xlim=(0, num_slots), xlabel="slot", ylabel="priority")

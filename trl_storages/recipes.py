@@ -194,7 +194,7 @@ class UniformReplayStorage(ReplayStorage):
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
         n_step = arguments.integer("n_step", n_step, at_least=1)
-        fields, stored, infos = _fields(
+        stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
         sampler: Any = PERSampler(size, alpha, beta) if alpha else UniformSampler()
@@ -224,7 +224,6 @@ class UniformReplayStorage(ReplayStorage):
             sample_unit=sample_unit,
             recorder=Recorder(
                 num_envs,
-                fields=fields,
                 choices=choices_of(action_space),
                 autoreset_mode=autoreset_mode,
                 info_keys=infos,
@@ -278,8 +277,8 @@ def _fields(
     frame_stack: int | Mapping[Any, FrameStack] | None,
     extra_fields: Fields,
     info_keys: InfoKeys,
-) -> tuple[dict[Any, Any], dict[Any, Any], list[NestedKey]]:
-    """Returns the fields that `record` knows, all that are stored (None is yet unknown), and infos."""
+) -> tuple[dict[Any, Any], list[NestedKey]]:
+    """Returns the fields of the rows, None of an info whose field is yet unknown, and the infos."""
     fields = transition_fields(observation_space, action_space, info_keys)
     infos = arguments.keys("info_keys", info_keys)
     stacks = _stacks(frame_stack, fields, infos)
@@ -297,7 +296,7 @@ def _fields(
         keys.check_storable(key)
     for key, stack in stacks.items():
         stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
-    return fields, stored, [*infos, *(key for key in further if key != keys.REWARD)]
+    return stored, [*infos, *(key for key in further if key != keys.REWARD)]
 
 
 def _stacks(

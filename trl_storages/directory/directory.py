@@ -34,7 +34,6 @@ class Directory:
 
     Attributes:
         path: the directory.
-        mode: "r+" for its writer, "r" for readers, which see what the writer publishes.
         layout: of the rows.
         index: which rows there are.
         rows: the rows.
@@ -45,7 +44,7 @@ class Directory:
         self, path: Path, lock: WriterLock | None, described: Description, file: int
     ) -> None:
         self.path, self._lock, self._described = path, lock, described
-        self.mode, self.is_open = "r" if lock is None else "r+", True
+        self.is_open = True
         # By which file it is other processes see whether it was replaced.
         self._inode = os.fstat(file).st_ino
         # Whether a reader has found the index anew: it does not follow that of a later writer.

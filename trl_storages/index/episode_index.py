@@ -39,12 +39,8 @@ class Seen(NamedTuple):
     """A snapshot of which steps were live, for `EpisodeIndex.since` to compare with."""
 
     epoch: int
-    words: bytes
-
-    @property
-    def lanes(self) -> np.ndarray:
-        """`[E, 2]` cursors and tails."""
-        return np.frombuffer(self.words, np.int64).reshape(-1, 2)
+    lanes: np.ndarray
+    """`[E, 2]` cursors and tails."""
 
 
 class Changes(NamedTuple):
@@ -181,8 +177,11 @@ class EpisodeIndex:
 
     def newest_slots(self) -> np.ndarray:
         """Returns the slot of the last step of each lane, `[E]`."""
-        T = self.steps_per_lane
-        return np.arange(self.num_envs) * T + (self.cursors - 1) % T
+        return self.slots_of(np.arange(self.num_envs), self.cursors - 1)
+
+    def slots_of(self, lanes: Any, steps: np.ndarray) -> np.ndarray:
+        """Returns the slots of some steps of lanes, `[*B]`."""
+        return lanes * self.steps_per_lane + steps % self.steps_per_lane
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next steps begin new ones."""
@@ -242,7 +241,7 @@ class EpisodeIndex:
             first: the first step of the episode of the oldest, which may be gone.
             tail: the oldest of them that is live.
         """
-        slots = lane * self.steps_per_lane + steps % self.steps_per_lane
+        slots = self.slots_of(lane, steps)
         is_first = begins.copy()
         is_first[0] = True
         firsts = steps[is_first]
@@ -261,11 +260,11 @@ class EpisodeIndex:
 
     def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
         """Returns what has changed since, None if nothing has, and what is seen now."""
-        now = Seen(int(self._epoch[0]), self._lanes.tobytes())
-        if seen == now:
-            return None, now
-        before = seen or Seen(now.epoch, bytes(len(now.words)))
+        now = Seen(int(self._epoch[0]), self._lanes.copy())
+        before = seen or Seen(now.epoch, np.zeros_like(now.lanes))
         began_anew = before.epoch != now.epoch
+        if not began_anew and before.lanes.tobytes() == now.lanes.tobytes():
+            return None, now
         return Changes(*draws.changes(self.tables, before.lanes, now.lanes, began_anew)), now
 
     def _live(self) -> tuple[np.ndarray, np.ndarray]:

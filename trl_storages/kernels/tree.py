@@ -69,25 +69,6 @@ def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> An
 
 
 @loop
-def weigh(
-    column: Any, known: Any, slots: Any, otherwise: float, alpha: float, eps: float, sets: bool
-) -> Any:
-    """Returns the weights `[B]` of rows, and keeps as `known` `[N]` the raw priorities they are of.
-
-    The weight of a row without one is of `otherwise`; `sets` says whether this becomes its raw priority.
-    """
-    weights = np.empty(len(slots))
-    for i in range(len(slots)):
-        known[slots[i]] = raw = np.float64(column[slots[i]])
-        if not 0 < raw < _INFINITY:
-            raw = otherwise
-            if sets:
-                column[slots[i]] = known[slots[i]] = raw
-        weights[i] = (raw + eps) ** alpha
-    return weights
-
-
-@loop
 def are_priorities(raw: Any) -> bool:
     """Returns whether numbers are finite and at least 0."""
     found = True
@@ -173,6 +154,33 @@ def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: An
                 changed[i] >>= 3
                 children = starts[level] + changed[i] * FAN_OUT
                 nodes[starts[level - 1] + changed[i]] = _joined(nodes, children, is_least)
+
+
+@loop
+def weigh(
+    column: Any,
+    known: Any,
+    sums: Any,
+    starts: Any,
+    slots: Any,
+    otherwise: float,
+    alpha: float,
+    eps: float,
+    sets: bool,
+) -> None:
+    """Sets the weights of rows `[B]`, and keeps as `known` `[N]` the raw priorities they are of.
+
+    The weight of a row without one is of `otherwise`; `sets` says whether this becomes its raw priority.
+    """
+    weights = np.empty(len(slots))
+    for i in range(len(slots)):
+        known[slots[i]] = raw = np.float64(column[slots[i]])
+        if not 0 < raw < _INFINITY:
+            raw = otherwise
+            if sets:
+                column[slots[i]] = known[slots[i]] = raw
+        weights[i] = (raw + eps) ** alpha
+    set_leaves(sums, starts, False, slots, weights)
 
 
 @loop

@@ -38,7 +38,6 @@ class Memory:
         rows: the rows; None without a layout.
     """
 
-    mode = "r+"
     is_writer = is_still = True
     state: Mapping[str, Any] = {}
 

@@ -54,7 +54,7 @@ class RowView:
     ) -> None:
         self._storage, self.slots, self.drawn = storage, slots, drawn or {}
         self.device, self.episodes = storage.device, storage.episodes
-        self.is_on_host: bool = storage.rows.is_on_host
+        self.is_on_host: bool = storage.is_on_host
         self.window: RowView | None = None
         self.lengths: Any = None
         self.read = [] if read is None else read
@@ -70,7 +70,6 @@ class RowView:
         self._first: Any = storage.rows.entries_of(slots)
         self._last = self._first
         self._block: torch.Tensor | None = None
-        self._is_batch = drawn is not None
         self._batch: TensorDictBase | None = None
 
     @property
@@ -99,7 +98,7 @@ class RowView:
             return found
         key = unravel_key(key)
         if key not in self.changes and key not in self._fetched:
-            if not self._is_batch:
+            if not self.drawn:
                 self._fetched[key] = self._storage.rows.take(key, self._first)
             elif self._block is None:
                 self._gather()

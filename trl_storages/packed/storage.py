@@ -78,9 +78,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.device = torch.device(device)
         #: None where there is none.
         self.path: Any = None if path is None else arguments.directory("path", path)
-        self.mode = arguments.choice("mode", mode, ("r+", "r"))
+        arguments.choice("mode", mode, ("r+", "r"))
         self._is_fresh = arguments.flag("fresh", fresh)
-        found = self._found()
+        found = self._found(mode)
         if found is None and max_size is None and path is not None:
             raise FileNotFoundError(f"{self.path} must hold a storage, or max_size be named.")
         if found is not None:
@@ -109,27 +109,27 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def _take(self, place: Memory | Directory) -> None:
         """Takes rows and index from where they are."""
         #: Where rows and index are.
-        self.place, self.mode = place, place.mode
+        self.place = place
         #: Which rows there are; the rows, and their layout, None until it is fixed.
         self.episodes: EpisodeIndex = place.index
         self.rows: Any = place.rows
         self.layout: Any = place.layout
         self.max_size = self.episodes.capacity
 
-    def _found(self) -> Description | None:
+    def _found(self, mode: str) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
         if self.path is None:
-            if self.mode == "r" or self._is_fresh:
+            if mode == "r" or self._is_fresh:
                 raise ValueError("mode='r' and fresh=True are of a directory, got path=None.")
             return None
         if not self.is_on_host:
             raise ValueError(f"rows in a directory are on the host, got device={self.device}.")
-        if self.mode == "r" and self._is_fresh:
+        if mode == "r" and self._is_fresh:
             raise ValueError("fresh=True writes to the directory, got mode='r'.")
         try:
             return None if self._is_fresh else Description.read(self.path)
         except FileNotFoundError:
-            if self.mode == "r":
+            if mode == "r":
                 raise
             return None
 
@@ -240,12 +240,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def _slots_of(self, block: Block) -> np.ndarray:
         """Returns the slots of a block that was written just now."""
-        index, T = self.episodes, self.episodes.steps_per_lane
-        counts = np.diff(block.offsets)
+        index, counts = self.episodes, np.diff(block.offsets)
         lane = block.which.repeat(counts)
         first = index.cursors[block.which] - block.offsets[1:]
         step = first.repeat(counts) + np.arange(len(lane))
-        return np.where(step < index.tails[lane], -1, lane * T + step % T)
+        return np.where(step < index.tails[lane], -1, index.slots_of(lane, step))
 
     def rewrite(self, index: Any, values: Mapping[NestedKey, torch.Tensor]) -> None:
         """Overwrites fields of the step of some rows, such as rewards of a learned model.
@@ -388,8 +387,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             seen: what `look` returned before.
             slots: `[*B]` that were read.
         """
-        steps = self.episodes.steps_of(slots, seen)
-        return self.episodes.stale(slots.reshape(-1), steps.reshape(-1)).view(slots.shape)
+        flat = slots.reshape(-1)
+        return self.episodes.stale(flat, self.episodes.steps_of(flat, seen)).view(slots.shape)
 
     def validate(self) -> None:
         """Raises a RuntimeError or ValueError if tables contradict one another, or rows are damaged."""

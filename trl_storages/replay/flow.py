@@ -66,9 +66,7 @@ class Flow:
         written = [part.goal_key for part in replayed if part.uses_goals]
         drawn = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
         self._unwritten = [] if None in written else [key for key in drawn if key not in written]
-        # Those that need nothing more are not asked each time.
-        prepared = [it for it in replayed if type(it).prepare is not ReplayTransform.prepare]
-        self._prepares = [part.prepare for part in prepared]
+        self._prepares = [part.prepare for part in replayed]
         self._replays = [
             part.replay if isinstance(part, ReplayTransform) else partial(_transform, part)
             for part in parts

@@ -515,7 +515,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
         flow, storage = self._current_flow(), self._storage
         # Whoever else writes to memory waits for the locks.
-        if storage.path is None or storage.place.is_writer:
+        if storage.place.is_writer:
             return flow.draw(storage, batch_size)[:2]
         return flow.draw_beside_writer(storage, batch_size)
 

@@ -156,8 +156,7 @@ class _Epoch:
         ranks, ends = self.order[begin:end], (self.cursors - self.tails).cumsum()
         lanes = ends.searchsorted(ranks, side="right")
         steps = ranks + (self.cursors - ends)[lanes]
-        slots = lanes * index.steps_per_lane + steps % index.steps_per_lane
-        return slots[steps >= index.tails[lanes]]
+        return index.slots_of(lanes, steps)[steps >= index.tails[lanes]]
 
 
 _MOST = 2**53

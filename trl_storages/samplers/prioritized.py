@@ -299,7 +299,9 @@ class Priorities:
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
         changes, self._seen = self.index.since(self._seen)
         if changes is not None:
-            self._set(changes.gone, np.zeros(len(changes.gone)))
+            nothing = np.zeros(len(changes.gone))
+            tree.set_leaves(self.sums, self.starts, False, changes.gone, nothing)
+            self._set_least(changes.gone)
             self._take_in(changes.new)
 
     def _largest_of(self, slots: np.ndarray) -> float:
@@ -309,18 +311,21 @@ class Priorities:
 
     def _take_in(self, slots: np.ndarray) -> None:
         """Sets the weights of live rows; who may set priorities keeps the raw one of new ones."""
+        if not len(slots):
+            return
         of_weights = self.of_new, self.alpha, self.eps
-        weights = tree.weigh(self.raw, self._known, slots, *of_weights, self.is_own)
-        if self.is_own and len(slots):
+        table = self.sums, self.starts
+        tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.is_own)
+        if self.is_own:
             self.index.num_updates[0] += 1
             self._num_updates += 1
-        self._set(slots, weights)
+        self._set_least(slots)
 
-    def _set(self, slots: np.ndarray, weights: np.ndarray) -> None:
-        if len(slots):
-            tree.set_leaves(self.sums, self.starts, False, slots, weights)
-            if self._least is not None:
-                tree.set_leaves(self._least, self.starts, True, slots, weights)
+    def _set_least(self, slots: np.ndarray) -> None:
+        """Sets the weights of some rows in the tree of least ones, if there is one."""
+        if self._least is not None:
+            weights = self.sums[self.starts[-2] + slots]
+            tree.set_leaves(self._least, self.starts, True, slots, weights)
 
     def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
         """Sets priorities `[B]` float32 of rows that were drawn as `steps` of their lanes.

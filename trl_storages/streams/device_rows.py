@@ -62,8 +62,6 @@ class DeviceRows:
         device: of the entries.
     """
 
-    is_on_host = False
-
     @torch.inference_mode(False)  # it may be written outside of it later
     def __init__(self, layout: Layout, index: EpisodeIndex, device: torch.device) -> None:
         self._layout, self._index, self.device = layout, index, device

@@ -44,9 +44,6 @@ class HostRows:
         arena: holds the `entries` `[E M, W]`, and in a file their `marks`, see `kernels.checks`.
     """
 
-    #: Whether compiled loops read and write the rows.
-    is_on_host = True
-
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
         index.use(arena.arrays)
@@ -115,11 +112,10 @@ class HostRows:
     def _give_back(self) -> None:
         """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
         index, self._written = self._index, 0
-        T, M = index.steps_per_lane, index.entries_per_lane
         lanes = np.flatnonzero(index.cursors > 0)
         oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
-        tails = index.where[lanes * T + oldest % T] - (index.stack - 1)
-        heads = index.where[index.newest_slots()[lanes]] + 2
+        tails = index.where[index.slots_of(lanes, oldest)] - (index.stack - 1)
+        heads, M = index.where[index.newest_slots()[lanes]] + 2, index.entries_per_lane
         for lane, tail, head in zip(lanes.tolist(), tails.tolist(), heads.tolist(), strict=True):
             begin, end = lane * M, (lane + 1) * M
             for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):

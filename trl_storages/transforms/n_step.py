@@ -139,7 +139,7 @@ class NStep(ReplayTransform):
         rows.window = None
         size = rewards.shape[1:]
         counts = lengths.view(-1, *(1,) * (len(size) - 1))
-        if size.numel() != len(lengths):
+        if size.numel() != size[0]:
             counts = counts.expand(size).clone()
         rows.changes[self.reward_key] = _folded(rewards, lengths, self.discount, rows.is_on_host)
         rows.changes[self.steps_to_next_obs_key] = counts
@@ -158,7 +158,7 @@ def _folded(
     rewards: torch.Tensor, lengths: torch.Tensor, discount: float, is_on_host: bool
 ) -> torch.Tensor:
     """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
-    if len(rewards) == 1:
+    if rewards.shape[0] == 1:
         return rewards[0]
     dtype = return_dtype(rewards.dtype)
     if is_on_host:

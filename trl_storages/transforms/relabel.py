@@ -140,13 +140,14 @@ class GoalRelabel(ReplayTransform):
         """
         if rows.lengths is not None and rows.window is None:
             raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
-        index, mask = rows.drawn.get(self._index_key), rows.drawn.get(self._mask_key)
-        if index is None or mask is None:
+        try:
+            index, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
+        except KeyError as error:
             of_goal = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
             raise KeyError(
-                f"the batch has no {self._index_key!r}: GoalRelabel writes the goals that a HERSampler "
-                f"draws; pass sampler=HERSampler({of_goal}) to the ReplayStorage."
-            )
+                f"the batch has no {error}: GoalRelabel writes the goals that a HERSampler draws; pass "
+                f"sampler=HERSampler({of_goal}) to the ReplayStorage."
+            ) from None
         rows.paste(self._written, self._achieved, index, mask, default=self._desired)
         if self.reward_fn is None:
             return

@@ -38,7 +38,6 @@ class Recorder:
 
     Args:
         num_envs: E; a single environment may also come without the leading dimension.
-        fields: of a transition, from `transition_fields`. None takes them from the first step.
         choices: of discrete actions, from `choices_of`; other actions are refused.
         autoreset_mode: `env.metadata["autoreset_mode"]`; vector environments need it, also those of one.
         info_keys: entries of the infos to keep.
@@ -48,7 +47,6 @@ class Recorder:
         self,
         num_envs: int = 1,
         *,
-        fields: Mapping[NestedKey, Field] | None = None,
         choices: Mapping[NestedKey, Choices] | None = None,
         autoreset_mode: AutoresetMode | str | None = None,
         info_keys: InfoKeys = (),
@@ -56,7 +54,7 @@ class Recorder:
         self.num_envs = num_envs
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = arguments.keys("info_keys", info_keys)
-        self._fields, self._choices = fields, choices or {}
+        self._choices = choices or {}
         # Which environments are only reset by their next step.
         self._ended, self._none = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
         self._staging: StepRows | None = None
@@ -104,7 +102,7 @@ class Recorder:
         """Makes what takes steps such as this one."""
         layout = storage.layout
         if layout is None:
-            fields = _learned(step, is_vector) if self._fields is None else {**self._fields}
+            fields = _learned(step, is_vector)
             for key in self.info_keys:
                 if key not in fields:
                     _add(fields, key, _any_info(infos, key), is_vector)
