@@ -41,8 +41,8 @@ __all__ = [
     "root_key",
     "shown",
     "slots",
-    "steps",
     "tensor",
+    "tensordict",
     "values",
     "warn_caller",
 ]
@@ -299,8 +299,8 @@ def slots(value: Any) -> torch.Tensor:
     return found.long().cpu()
 
 
-def steps(name: str, value: Any) -> TensorDictBase:
-    """Returns steps, rows or a batch as a TensorDict.
+def tensordict(name: str, value: Any) -> TensorDictBase:
+    """Returns steps, rows or a batch, which must be a TensorDict.
 
     Raises:
         TypeError: it is not a TensorDict.
@@ -412,7 +412,8 @@ def named_lanes(lanes: Lanes, num_envs: int) -> Sequence[int]:
     ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
     if ids.dtype == bool and ids.shape == (num_envs,):
         ids = ids.nonzero()[0]
-    values: list[int] = ids.tolist() if ids.ndim == 1 and ids.dtype.kind in "iu" else [-1]
+    is_list = ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids))
+    values: list[int] = ids.tolist() if is_list else [-1]
     if len({*values}) < len(values) or any(not 0 <= lane < num_envs for lane in values):
         raise ValueError(
             f"lanes must be distinct numbers in 0..{num_envs - 1}, or a mask [{num_envs}], got {lanes}."

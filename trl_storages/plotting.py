@@ -136,10 +136,11 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     table = episodes.episodes()
     names = "first", "length", "lane", "finished"
     first, length, lane, finished = (table[name].numpy() for name in names)
-    slots, number = episodes.live_slots().numpy(), np.arange(len(length)).repeat(length)
+    number = np.arange(len(length)).repeat(length)
+    step = first[number] + np.arange(len(number)) - (length.cumsum() - length)[number]
     colours = np.array([to_rgb(colour) for colour in _EPISODES])
     picture = np.full((num_lanes * T, 3), to_rgb(_GREY))
-    picture[slots] = colours[number % len(colours)]
+    picture[episodes.slots_of(lane[number], step)] = colours[number % len(colours)]
     picture, extent = picture.reshape(num_lanes, T, 3), (0, T, num_lanes - 0.5, -0.5)
     ax.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
 
@@ -153,7 +154,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     mark(np.arange(num_lanes), episodes.cursors % T, _RED, lw=2.5, label="written next")
     ax.set_yticks(range(0, num_lanes, -(-num_lanes // 16)))
     ax.set(xlim=(0, T), ylim=(num_lanes - 0.5, -0.5), xlabel="step of the ring", ylabel="lane")
-    parts = (len(storage), "row"), (num_lanes, "lane"), (len(first), "episode")
+    parts = (len(number), "row"), (num_lanes, "lane"), (len(first), "episode")
     return _titled(ax, ", ".join(counted(*part) for part in parts))
 
 

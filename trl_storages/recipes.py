@@ -22,6 +22,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
+from trl_storages.arguments import named_lanes
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
@@ -29,6 +30,7 @@ from trl_storages.streams import FrameStack
 from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter, Recorder, choices_of, transition_fields
 from trl_storages.writing.fields import InfoKeys
+from trl_storages.writing.lanes import num_steps_of
 
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, Self
@@ -193,44 +195,51 @@ class UniformReplayStorage(ReplayStorage):
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
         seed = arguments.optional(arguments.integer, "seed", seed)
-        n_step = arguments.integer("n_step", n_step, at_least=1)
         stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
-        sampler: Any = PERSampler(size, alpha, beta) if alpha else UniformSampler()
+        # Made in any case, which checks their options.
+        by_priority, recent = PERSampler(size, alpha, beta), ERESampler(eta, c_min)
+        fold = NStep(n_step, discount)
+        sampler: Any = by_priority if alpha else UniformSampler()
         if eta != 1:
-            sampler = ERESampler(eta, c_min, base=sampler)
-        transforms: list[Any] = [NStep(n_step, discount)] if n_step != 1 else []
+            recent.base, sampler = sampler, recent
+        transforms: list[Any] = [fold] if n_step != 1 else []
         if self._goals is not None:
             hindsight, relabel = self._goals
             hindsight.base, sampler = sampler, hindsight
             transforms = [relabel, *transforms]
         transforms += [] if transform is None else [transform]
-        super().__init__(
-            storage=PackedStorage(
-                size,
-                num_envs=num_envs,
-                device=arguments.device("device", device),
-                fields=stored,
-                max_entries=max_entries,
-                path=path,
-                mode=mode,
-                fresh=fresh,
-            ),
-            sampler=sampler,
-            writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
-            transform=Compose(*transforms),
-            batch_size=batch_size,
-            sample_unit=sample_unit,
-            recorder=Recorder(
-                num_envs,
-                choices=choices_of(action_space),
-                autoreset_mode=autoreset_mode,
-                info_keys=infos,
-            ),
-            prefetch=prefetch,
-            generator=None if seed is None else torch.Generator().manual_seed(seed),
+        rows = PackedStorage(
+            size,
+            num_envs=num_envs,
+            device=device,
+            fields=stored,
+            max_entries=max_entries,
+            path=path,
+            mode=mode,
+            fresh=fresh,
         )
+        try:
+            super().__init__(
+                storage=rows,
+                sampler=sampler,
+                writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
+                transform=Compose(*transforms),
+                batch_size=batch_size,
+                sample_unit=sample_unit,
+                recorder=Recorder(
+                    num_envs,
+                    choices=choices_of(action_space),
+                    autoreset_mode=autoreset_mode,
+                    info_keys=infos,
+                ),
+                prefetch=prefetch,
+                generator=None if seed is None else torch.Generator().manual_seed(seed),
+            )
+        except BaseException:
+            rows.close()  # for the next attempt
+            raise
 
     @classmethod
     def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
@@ -486,11 +495,14 @@ class EpisodeReplayStorage(UniformReplayStorage):
         Raises:
             ValueError: there are more steps than a lane can hold. Nothing is written then.
         """
-        shape = arguments.steps("tensordicts", tensordicts).batch_size
-        room = self.episodes.steps_per_lane
-        steps = shape[-1:].numel()
-        if len(shape) == 1 and options.get("lanes") is None:
-            steps = -(-steps // self.episodes.num_envs)
+        data, lanes = arguments.tensordict("tensordicts", tensordicts), options.get("lanes")
+        index, room = self.episodes, self.episodes.steps_per_lane
+        is_routed = lanes is None and data.ndim == 1
+        numbers = data.get(self.writer.traj_key, None) if is_routed else None
+        if numbers is None:
+            steps = num_steps_of(data.batch_size, len(named_lanes(lanes, index.num_envs)))
+        else:
+            steps = max(numbers.unique(return_counts=True)[1].tolist(), default=0)
         if steps > room:
             raise ValueError(
                 f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "

@@ -123,6 +123,8 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
+    if not data:
+        raise ValueError("data must hold steps, got none.")
     if isinstance(data, Mapping):
         entries = entries_of(data, goal_fn)
     else:
@@ -151,7 +153,8 @@ def filled(
     Raises:
         ValueError: the storage holds rows already, or is of several environments.
     """
-    first = next(blocks)
+    if (first := next(blocks, None)) is None:
+        raise ValueError("a dataset must have steps, got none.")
     infos = {*arguments.keys("info_keys", options.get("info_keys", ()))}
     fields = {key: (leaf.dtype, leaf.shape[1:]) for key, leaf in first.items(True, True)}
     twins = {*keys.shared_keys(fields)} - infos
@@ -168,7 +171,7 @@ def filled(
     storage = recipe(observations, actions, **options, extra_fields=further)
     num_stored, num_envs = len(storage), storage.episodes.num_envs
     if num_stored or num_envs > 1:
-        storage.close()
+        storage.close(keep=num_stored > 0)
         raise ValueError(
             "the storage must be empty and of one environment for a dataset, and it holds "
             f"{num_stored} rows of {num_envs}."

@@ -113,11 +113,11 @@ def compare(
     """
     F, O, _, _, _ = sizes
     S = O + (k - 1) * F
-    after, last = block.shape[1] - S, np.empty((1, S), np.int64)
+    next_word, last = block.shape[1] - S, np.empty((1, S), np.int64)
     for m in range(len(tips)):
         for i in range(offsets[m], offsets[m + 1]):
             if i > offsets[m]:
-                how[i] = _compared(block, i - 1, after, block, i, S, sizes)
+                how[i] = _compared(block, i - 1, next_word, block, i, S, sizes)
             elif tips[m] < 0:
                 how[i] = GAP
             else:
@@ -289,7 +289,7 @@ def is_stale(index: Any, slots: Any, steps: Any, stale: Any) -> None:
 def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
     """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, what is next of entries `last`."""
     F, O, _, _, R = sizes
-    older, W, after = (k - 1) * F, entries.shape[1], out.shape[1] - O
+    older, W, newest = (k - 1) * F, entries.shape[1], out.shape[1] - O
     for i in range(-_AHEAD, len(at)):
         if i + _AHEAD < len(at):
             prefetch(entries, at[i + _AHEAD], 0, W * 8)
@@ -298,10 +298,10 @@ def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> No
             continue
         for j in range(k - 1):
             copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
-            copy_words(out, i, after - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
+            copy_words(out, i, newest - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
         copy_words(out, i, older, entries, at[i], 0, R)
         copy_words(out, i, older + R, entries, last[i], R, W - R)
-        copy_words(out, i, after, entries, last[i] + 1, 0, O)
+        copy_words(out, i, newest, entries, last[i] + 1, 0, O)
 
 
 @loop

@@ -30,7 +30,7 @@ class RowView:
         storage: holds the rows.
         slots: `[*B]` int64, on the host.
         drawn: the sampler's entries, on the host; None makes a view of further rows.
-        read: the slots of all rows that were read before, of which these are further ones.
+        slots_read: that of the view of which these are further rows.
 
     Attributes:
         slots: as given.
@@ -42,7 +42,8 @@ class RowView:
             row of an episode is repeated.
         lengths: how many rows of the window differ, `[B]` int64 on the host; None if it was never there.
         changes: what the sampler drew and transforms set, key -> value.
-        read: the slots of all rows that were read, of further ones too.
+        slots_read: what this view and all views of further rows have read: whoever draws beside a writer
+            looks afterwards which of them gave way.
     """
 
     def __init__(
@@ -50,15 +51,15 @@ class RowView:
         storage: PackedStorage,
         slots: torch.Tensor,
         drawn: Mapping[NestedKey, torch.Tensor] | None = None,
-        read: list[torch.Tensor] | None = None,
+        slots_read: list[torch.Tensor] | None = None,
     ) -> None:
         self._storage, self.slots, self.drawn = storage, slots, drawn or {}
         self.device, self.episodes = storage.device, storage.episodes
         self.is_on_host: bool = storage.is_on_host
         self.window: RowView | None = None
         self.lengths: Any = None
-        self.read = [] if read is None else read
-        self.read.append(slots)
+        self.slots_read = [] if slots_read is None else slots_read
+        self.slots_read.append(slots)
         self.changes: dict[NestedKey, torch.Tensor] = dict(self.drawn)
         if drawn and not self.is_on_host:
             self.changes = sent_together(drawn, self.device)
@@ -151,7 +152,7 @@ class RowView:
         # Where another process writes they may go at any time, which is seen later.
         if self._storage.place.is_writer:
             self.episodes.check_live(slots.reshape(-1).cpu())
-        return RowView(self._storage, slots.cpu(), read=self.read)
+        return RowView(self._storage, slots.cpu(), slots_read=self.slots_read)
 
     def widen(self, num_rows: int) -> None:
         """Opens the window, for what reads rows ahead; what stands under `next` is that of its last row.
@@ -168,7 +169,7 @@ class RowView:
                 "changed at any time."
             )
         found, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
-        self.window = RowView(self._storage, torch.from_numpy(found), read=self.read)
+        self.window = RowView(self._storage, torch.from_numpy(found), slots_read=self.slots_read)
         self.lengths, self._last = torch.from_numpy(lengths), self.window._first[-1]
 
     def follow(self, slots: torch.Tensor) -> None:
@@ -183,7 +184,7 @@ class RowView:
         """
         if slots.shape != self.slots.shape:
             raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
-        self.read.append(slots)
+        self.slots_read.append(slots)
         self._follow(self._storage.rows.entries_of(slots))
 
     def follow_window(self, at: torch.Tensor) -> None:
@@ -237,7 +238,7 @@ class RowView:
             raise RuntimeError(
                 f"{targets} were set by a transform: put it behind the one of goals."
             )
-        self.read.append(slots)
+        self.slots_read.append(slots)
         pasted = key, self._storage.rows.entries_of(slots), mask, tuple(targets), default
         # Kept for when `follow` gathers the rows again.
         self._pasted.append(pasted)
@@ -280,7 +281,7 @@ class RowView:
                 f"{type(function).__name__} must stand behind NStep, which folds rewards of rows that it "
                 "does not see."
             )
-        self._batch = arguments.steps("what a transform returns", function(self.tensordict()))
+        self._batch = arguments.tensordict("what a transform returns", function(self.tensordict()))
 
     def tensordict(self) -> TensorDictBase:
         """Returns all entries as a TensorDict `[B]`, in new memory."""

@@ -75,7 +75,10 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         mode: str = "r+",
         fresh: bool = False,
     ) -> None:
-        self.device = torch.device(device)
+        # With the number of a GPU, as tensors say it.
+        self.device = torch.empty(0, device=arguments.device("device", device)).device
+        #: Whether compiled loops read and write the rows.
+        self.is_on_host = self.device.type in memory.HOSTS
         #: None where there is none.
         self.path: Any = None if path is None else arguments.directory("path", path)
         arguments.choice("mode", mode, ("r+", "r"))
@@ -203,11 +206,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._take(self.place.shared())
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether compiled loops read and write the rows."""
-        return self.device.type in memory.HOSTS
-
-    @property
     def initialized(self) -> bool:
         """Whether the layout is fixed; TorchRL's collectors ask."""
         return self.rows is not None
@@ -261,6 +259,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.place.check_writer()
         slots = arguments.slots(index).reshape(-1)
         self.episodes.check_live(slots)
+        values = {key: arguments.values(repr(key), value) for key, value in values.items()}
         for key, value in values.items():
             field = self.layout.by_key[key]
             if not self.layout.is_step(field) or keys.key_path(key)[-1] in _FLAGS:
@@ -426,7 +425,13 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def read(
         self, slots: torch.Tensor, seen: np.ndarray | None
     ) -> tuple[TensorDict, torch.Tensor | None]:
-        """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`."""
+        """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`.
+
+        Raises:
+            EmptyError: there are no fields yet.
+        """
+        if self.rows is None:
+            self.episodes.check_filled()
         at = self.rows.entries_of(slots.reshape(-1))
         rows = self.rows.gather(at, at).view(*slots.shape, self.layout.row_words)
         batch = self.layout.tensordict(rows)

@@ -108,8 +108,8 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
     """
     slots: Any = _column(batch, keys.INDEX)
     episodes.check_live(slots)
-    age = torch.empty(episodes.capacity, dtype=torch.int64)
-    age[episodes.slots_by_age()] = torch.arange(len(episodes)).flip(0)
+    by_age, age = episodes.slots_by_age(), torch.empty(episodes.capacity, dtype=torch.int64)
+    age[by_age] = torch.arange(len(by_age)).flip(0)
     step = episodes.behind(slots)
     columns = {
         "slot": slots,
@@ -134,7 +134,7 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
             columns[f"{name}_slot"] = goals
             columns[f"{name}_same_episode"] = same
             columns[f"{name}_offset"] = torch.where(same, offset, 0)
-    return Explanation(columns, len(episodes))
+    return Explanation(columns, len(by_age))
 
 
 def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:

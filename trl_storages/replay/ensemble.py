@@ -174,7 +174,7 @@ class ReplayStorageEnsemble(Strict):
         Raises:
             KeyError, ValueError: as there. Nothing is changed then.
         """
-        ids = arguments.steps("data", data)[keys.BUFFER_IDS]
+        ids = arguments.tensordict("data", data)[keys.BUFFER_IDS]
         key = keys.ANCHOR_INDEX if keys.ANCHOR_INDEX in data.keys(True) else keys.INDEX
         index = data[key]
         for number, storage in enumerate(self.storages):
@@ -191,7 +191,7 @@ class ReplayStorageEnsemble(Strict):
             KeyError: the batch has no `buffer_ids`.
             IndexError: some of its rows are no longer stored.
         """
-        flat = arguments.steps("batch", batch).reshape(-1)
+        flat = arguments.tensordict("batch", batch).reshape(-1)
         ids = flat[keys.BUFFER_IDS].cpu()
         places = [torch.where(ids == number)[0] for number in range(len(self.storages))]
         pairs = zip(self.storages, places, strict=True)

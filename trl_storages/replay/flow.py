@@ -95,7 +95,7 @@ class Flow:
             prepare(rows)
         for replay in self._replays:
             replay(rows)
-        return rows.tensordict(), info, rows.read
+        return rows.tensordict(), info, rows.slots_read
 
     def draw_beside_writer(
         self, storage: PackedStorage, batch_size: int

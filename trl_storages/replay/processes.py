@@ -33,16 +33,18 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
 
     Args:
         open_reader: `generator -> ReplayStorage`; opens it for reading in the process that iterates.
+        generator: of seeds where there are no workers; None is torch's default one.
     """
 
-    def __init__(self, open_reader: Callable[..., Any]) -> None:
+    def __init__(self, open_reader: Callable[..., Any], generator: torch.Generator | None) -> None:
         super().__init__()
-        self._open_reader = open_reader
+        self._open_reader, self._generator = open_reader, generator
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         worker = get_worker_info()
         # DataLoader seeds each worker differently.
-        seed = int(torch.randint(2**62, ())) if worker is None else worker.seed
+        own = torch.randint(2**62, (), generator=self._generator)
+        seed = int(own) if worker is None else worker.seed
         # Iterations beside each other each need a sampler and transforms of their own.
         open_reader = copy.deepcopy(self._open_reader)
         reader = open_reader(generator=torch.Generator().manual_seed(seed))
@@ -76,12 +78,13 @@ def make_loader(
     )
     # Pinning requires CUDA.
     options["pin_memory"] &= torch.cuda.is_available()
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     return DataLoader(
-        ReplayBatches(open_reader),
+        ReplayBatches(open_reader, generator),
         batch_size=None,
         # The default one would rebuild a TensorDict as a dict.
         collate_fn=torch.nn.Identity(),
-        generator=None if seed is None else torch.Generator().manual_seed(seed),
+        generator=generator,
         **options,
     )
 

@@ -280,7 +280,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
                 finite. Nothing is written then.
         """
         arguments.optional(arguments.flag, "update_priority", update_priority)
-        data = self._inverse(arguments.steps("tensordicts", tensordicts))
+        data = self._inverse(arguments.tensordict("tensordicts", tensordicts))
         if data is None:
             return torch.zeros(0, dtype=torch.int64)
         sampler: Any = None if update_priority is False else self._prioritized
@@ -334,10 +334,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
-            read, slots = self._recorder.read(step, self._storage), None
-            if read is not None:
+            rows, slots = self._recorder.read(step, self._storage), None
+            if rows is not None:
                 changes = self._current_flow().others
-                slots = self._put(*read) if changes else self._writer.append(*read)
+                slots = self._put(*rows) if changes else self._writer.append(*rows)
             self._recorder.remember()
         return slots
 
@@ -691,7 +691,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             ValueError: a priority is negative or not finite, or the shape does not fit. Nothing is
                 changed then.
         """
-        arguments.steps("data", data)
+        arguments.tensordict("data", data)
         if (sampler := self._prioritized) is None:
             return
         drawn = drawn_priorities(data, self.priority_key, priority, sampler.reduction)
@@ -829,7 +829,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             KeyError: the batch has no `index`.
             IndexError: some of its rows are no longer stored.
         """
-        arguments.steps("batch", batch)
+        arguments.tensordict("batch", batch)
         with self._replay_lock, self._write_lock:
             return explain(batch, self.episodes, self._sampler)
 

@@ -144,7 +144,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         """
         priorities = self.priorities_of(storage)
         # Who only reads a directory has no say.
-        is_missed = priorities.num_draws == _FORGOTTEN and not priorities.largest
+        is_missed = priorities.num_batches == _FORGOTTEN and not priorities.largest
         if is_missed and storage.place.is_writer:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
@@ -283,7 +283,7 @@ class Priorities:
         #: The largest raw priority so far, 0 before one is set.
         self.largest = largest
         #: How many batches were drawn.
-        self.num_draws = 0
+        self.num_batches = 0
 
     @property
     def of_new(self) -> float:
@@ -361,7 +361,7 @@ class Priorities:
             the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
             drawn from, `[2, R]` firsts and ends.
         """
-        self.num_draws += 1
+        self.num_batches += 1
         ranges = self._every_leaf
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)

@@ -146,7 +146,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         Reference: Kapturowski et al. 2019 (R2D2), section 2.3.
         """
         discount = arguments.number("discount", discount, at_least=0, at_most=1)
-        arguments.steps("batch", batch)
+        arguments.tensordict("batch", batch)
         is_valid, begins, reward, is_over = (
             self._behind_burn_in(batch, key)
             for key in (keys.VALIDITY_MASK, keys.IS_INIT, keys.REWARD, keys.TERMINATED)

@@ -141,7 +141,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Joins the parts at the root and under `next`."""
-        arguments.steps("tensordict", tensordict)
+        arguments.tensordict("tensordict", tensordict)
         tensordict = self._call(tensordict)
         following = tensordict.get("next", None)
         if following is not None:

@@ -240,7 +240,7 @@ class GoalRelabel(ReplayTransform):
             raise RuntimeError("there are no rows to audit: write transitions first.")
         rows = RowView(packed, slots)
         stored = rows[self._reward_key]
-        computed = self._ask("reward_fn", rows, rows[keys.next_key(self._desired)], stored)
+        computed = self._ask("reward_fn", rows, rows[self._desired], stored)
         # In the dtype of a relabelled reward, which never truncates.
         dtype = relabelled_dtype(stored.dtype, computed.dtype)
         stored, computed = stored.to(dtype).reshape(-1), computed.to(dtype).reshape(-1)

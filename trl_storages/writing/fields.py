@@ -20,8 +20,8 @@ __all__ = [
     "OUTCOME_FIELDS",
     "TORCH_TO_NUMPY",
     "Choices",
-    "Field",
     "InfoKeys",
+    "Kind",
     "as_field",
     "as_tensor",
     "choices_of",
@@ -37,12 +37,12 @@ NUMPY_TO_TORCH: dict[np.dtype, torch.dtype] = {
 }
 TORCH_TO_NUMPY = {theirs: numpys for numpys, theirs in NUMPY_TO_TORCH.items()}
 
-Field = tuple[torch.dtype, torch.Size]
+Kind = tuple[torch.dtype, torch.Size]
 # Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]` to type checkers.
 InfoKeys = Sequence[NestedKey] | Mapping[Any, Any]
 
 #: The reward and the flags of every transition.
-OUTCOME_FIELDS: dict[NestedKey, Field] = {
+OUTCOME_FIELDS: dict[NestedKey, Kind] = {
     keys.REWARD: (torch.float32, torch.Size([1])),
     keys.DONE: (torch.bool, torch.Size([1])),
     keys.TERMINATED: (torch.bool, torch.Size([1])),
@@ -54,7 +54,7 @@ def transition_fields(
     observation_space: spaces.Space[Any] | TensorSpec,
     action_space: spaces.Space[Any] | TensorSpec,
     info_keys: InfoKeys = (),
-) -> dict[NestedKey, Field]:
+) -> dict[NestedKey, Kind]:
     """Returns the fields of one stored transition.
 
     Dtypes, shapes and keys are those of TorchRL's `GymEnv(..., categorical_action_encoding=True)`:
@@ -90,7 +90,7 @@ def transition_fields(
             raise ValueError(f"{name} must have an entry, got none.")
     named = arguments.keys("info_keys", info_keys)
     known = info_keys.values() if isinstance(info_keys, Mapping) else ()
-    infos: dict[NestedKey, Field] = {}
+    infos: dict[NestedKey, Kind] = {}
     for name, space in zip(named, known, strict=False):
         infos |= (found := _fields_of(space, name, 0))
         if [*found] != [name]:
@@ -105,7 +105,7 @@ def transition_fields(
     return fields
 
 
-def _fields_of(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Field]:
+def _fields_of(space: Any, key: NestedKey, batch_dims: int) -> dict[NestedKey, Kind]:
     return {
         name: _spec_field(leaf, name, batch_dims)
         if isinstance(leaf, TensorSpec)
@@ -131,7 +131,7 @@ def _leaves_of(space: Any, key: NestedKey) -> Iterator[tuple[NestedKey, Any]]:
         )
 
 
-def _space_field(space: spaces.Space[Any], key: NestedKey) -> Field:
+def _space_field(space: spaces.Space[Any], key: NestedKey) -> Kind:
     fixed = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
     if not isinstance(space, fixed) or space.dtype not in NUMPY_TO_TORCH:
         raise TypeError(
@@ -142,7 +142,7 @@ def _space_field(space: spaces.Space[Any], key: NestedKey) -> Field:
     return NUMPY_TO_TORCH[space.dtype], torch.Size([1] if is_scalar_box else space.shape or ())
 
 
-def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Field:
+def _spec_field(spec: TensorSpec, key: NestedKey, batch_dims: int) -> Kind:
     shape = spec.shape[batch_dims:]
     if isinstance(spec, NonTensor) or len(spec.shape) < batch_dims or any(n < 0 for n in shape):
         raise TypeError(f"the spec of {key!r} must be of tensors of one shape, got {spec}.")

@@ -17,7 +17,7 @@ from trl_storages import arguments, keys
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, Field, InfoKeys, as_tensor
+from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
 from trl_storages.writing.lanes import Places, all_lanes
 from trl_storages.writing.staging import StepRows
 
@@ -153,7 +153,7 @@ class Recorder:
         return False
 
 
-def _learned(step: Step, is_vector: bool) -> dict[NestedKey, Field]:
+def _learned(step: Step, is_vector: bool) -> dict[NestedKey, Kind]:
     """Returns the fields of a first step without its infos, with the dtypes of its values."""
     fields = dict(OUTCOME_FIELDS)
     observations = step[0] if isinstance(step[0], Mapping) else {"observation": step[0]}
@@ -165,7 +165,7 @@ def _learned(step: Step, is_vector: bool) -> dict[NestedKey, Field]:
     return fields
 
 
-def _add(fields: dict[NestedKey, Field], key: NestedKey, value: Any, is_vector: bool) -> None:
+def _add(fields: dict[NestedKey, Kind], key: NestedKey, value: Any, is_vector: bool) -> None:
     tensor = as_tensor(value, repr(key))
     keys.check_free(key, fields)
     fields[key] = (tensor.dtype, tensor.shape[1:] if is_vector else tensor.shape)

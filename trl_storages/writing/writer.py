@@ -145,7 +145,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
-        found, batch = entries_in(arguments.steps("data", data)), data.batch_size
+        found, batch = entries_in(arguments.tensordict("data", data)), data.batch_size
         if not batch.numel():
             raise ValueError(f"there must be steps to write, got a batch {[*batch]}.")
         rows = self._rows_for(data, found, batch)
@@ -318,7 +318,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def dumps(self, path: Any) -> None:
         """Raises: a storage is saved as a whole."""
-        raise NotImplementedError
+        raise NotImplementedError("use a ReplayStorage, which saves rows and parts as one.")
 
     loads = dumps
 
