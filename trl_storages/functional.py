@@ -79,7 +79,7 @@ def even_order(counts: Sequence[int]) -> Tensor:
     >>> even_order([2, 4]).tolist()
     [2, 0, 3, 4, 1, 5]
     """
-    return torch.tensor(even_turns(counts)).argsort(stable=True).argsort()
+    return torch.tensor(even_turns(counts), device="cpu").argsort(stable=True).argsort()
 
 
 def return_dtype(reward: torch.dtype) -> torch.dtype:

@@ -273,6 +273,8 @@ class UniformReplayStorage(ReplayStorage):
                 what = "an environment of gymnasium or TorchRL, such as gymnasium.make(name)"
                 arguments.instance("env", env, gymnasium.Env, what=what)
                 spaces = env.observation_space, env.action_space
+                if env.has_wrapper_attr("autoreset"):  # gymnasium.wrappers.Autoreset
+                    known = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         return cls(*spaces, **{**known, **options})
 
 

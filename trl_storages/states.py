@@ -102,7 +102,9 @@ def from_json(words: Any) -> Any:
     try:
         if _TENSOR in words:
             data = base64.b64decode(words[_TENSOR], validate=True)
-            values = torch.tensor([*data], dtype=torch.uint8).view(_DTYPES[words["dtype"]])
+            values = torch.tensor([*data], dtype=torch.uint8, device="cpu").view(
+                _DTYPES[words["dtype"]]
+            )
             return values.reshape(words["shape"])
         if _TUPLE in words:
             return tuple(from_json(value) for value in words[_TUPLE])

@@ -307,7 +307,9 @@ def test_names_that_torchrl_writes_too_may_be_stored(key):
 
 def test_sampled_batches_are_written_again():
     storage, other = filled("all")[0], make("all", on_gap="ignore")
-    other.extend(storage.sample(5))
+    with pytest.raises(ValueError, match="steps_to_next_obs"):
+        other.extend(storage.sample(5))  # sums of several rewards
+    other.extend(storage.sample(5).exclude("steps_to_next_obs"))
     assert len(other) == 5
     assert {*other[:].keys(True, True)} == FIELDS
 

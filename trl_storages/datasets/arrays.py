@@ -123,7 +123,7 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
-    if not data:
+    if not len(data):
         raise ValueError("data must hold steps, got none.")
     if isinstance(data, Mapping):
         entries = entries_of(data, goal_fn)
@@ -338,14 +338,17 @@ def columns_of(entries: Entries, ends: Any = None, *, sets_goals: bool = False) 
 
 def blocks_of(columns: Columns, float_dtype: torch.dtype | None = None) -> Iterator[TensorDict]:
     """Yields the transitions, some at a time."""
-    num_rows = len(next(iter(columns.values()))[1])
+    num_rows, twins = len(next(iter(columns.values()))[1]), keys.shared_keys(columns)
+    # As the spaces of scalars say it; infos stay as they are.
+    spaces = {*OUTCOME_FIELDS, *twins, *map(next_key, twins)}
     for start in range(0, num_rows, BLOCK):
         steps = TensorDict({}, batch_size=[min(BLOCK, num_rows - start)])
         for key, (values, rows) in columns.items():
             taken = as_tensor(values[rows[start : start + BLOCK]], repr(key))
             if taken.dtype == torch.float64 and float_dtype is not None:
                 taken = taken.to(float_dtype)
-            if taken.ndim == 1 and (
+            is_scalar = taken.ndim == 1 and (key in spaces or keys.key_path(key)[0] == ACTION)
+            if is_scalar and (
                 key == REWARD or taken.is_floating_point() or taken.dtype == torch.bool
             ):
                 taken = taken.unsqueeze(-1)

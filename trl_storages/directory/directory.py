@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,12 +301,15 @@ class Directory:
         self.index.let_go(keep_steps)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
-        """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
+        """Flushes, and lets another process write; rows are read still. Without `keep` they go."""
         if not keep:
             self.check_writer()
         try:
             if not keep:
-                shutil.rmtree(self.path)
+                for name in (NAME, f"{NAME}.new", *_rows_in(self.path), "lock"):
+                    (self.path / name).unlink(missing_ok=True)
+                with suppress(OSError):  # of what others keep there
+                    self.path.rmdir()
             elif self.is_writer:
                 self.flush(state, is_clean=True)
         finally:
@@ -388,9 +391,10 @@ def _rows_in(path: Path) -> list[str]:
 
 
 def _check_free(path: Path, fresh: bool) -> None:
-    """Raises a FileExistsError unless a directory is empty, or holds what may be discarded."""
-    own = {"lock", f"{NAME}.new", *_rows_in(path), *([NAME] if fresh else [])}
-    if others := {it.name for it in path.iterdir()} - own:
-        raise FileExistsError(
-            f"{path} must be empty, or be made fresh=True, got one with {sorted(others)[:5]}."
-        )
+    """Raises a FileExistsError unless a directory is empty, or holds a storage that may be discarded."""
+    found = {it.name for it in path.iterdir()}
+    if NAME in found and fresh:
+        return
+    if others := found - {"lock", f"{NAME}.new", *_rows_in(path)}:
+        instead = ", or be made fresh=True" if NAME in found else ""
+        raise FileExistsError(f"{path} must be empty{instead}, got one with {sorted(others)[:5]}.")

@@ -429,7 +429,8 @@ class EpisodeIndex:
         Raises:
             RuntimeError: there is none.
         """
-        noise = torch.empty(3 * n + 16, dtype=torch.int64).random_(generator=generator).numpy()
+        noise = np.empty(3 * n + 16, np.int64)
+        torch.from_numpy(noise).random_(generator=generator)
         # Few episodes are cut, running or partly evicted: of so many enough are whole, as a rule.
         first, _, finished, whole, _ = self._look_up(noise[n:])
         usable = first[finished & whole]

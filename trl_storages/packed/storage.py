@@ -363,7 +363,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             self.place.flush(state)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
-        """Flushes, and lets another process write; rows are read still. Without `keep` all is removed."""
+        """Flushes, and lets another process write; rows are read still. Without `keep` they go."""
         self.place.close(state, keep=keep)
 
     def look(self) -> np.ndarray | None:
@@ -454,8 +454,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         return torch.Size([self.max_size])
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
-        noise = torch.empty(batch_size, dtype=torch.int64).random_(generator=self._rng)
-        return torch.from_numpy(self.episodes.draw(noise.numpy()))
+        noise = np.empty(batch_size, np.int64)
+        torch.from_numpy(noise).random_(generator=self._rng)
+        return torch.from_numpy(self.episodes.draw(noise))
 
     def __len__(self) -> int:
         return len(self.episodes)

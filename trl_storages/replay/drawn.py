@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -108,13 +109,13 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
     """
     slots: Any = _column(batch, keys.INDEX)
     episodes.check_live(slots)
-    by_age, age = episodes.slots_by_age(), torch.empty(episodes.capacity, dtype=torch.int64)
-    age[by_age] = torch.arange(len(by_age)).flip(0)
+    by_age, age = episodes.slots_by_age(), np.empty(episodes.capacity, np.int64)
+    age[by_age.numpy()] = np.arange(len(by_age))[::-1]
     step = episodes.behind(slots)
     columns = {
         "slot": slots,
         "lane": episodes.lanes_of(slots),
-        "age": age[slots],
+        "age": torch.from_numpy(age)[slots],
         "episode": _episode_of(episodes, slots),
         "step": step,
         "length": step + episodes.ahead(slots) + 1,

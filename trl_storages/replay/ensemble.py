@@ -208,9 +208,9 @@ class ReplayStorageEnsemble(Strict):
 @lru_cache(maxsize=16)
 def _order_of(counts: tuple[int, ...], num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `[B * S]` which of the concatenated rows each row of a batch is, and of which storage."""
-    steps = torch.arange(num_steps)
-    order = (even_order(counts).unsqueeze(1) * num_steps + steps).flatten()
-    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts) * num_steps)
+    with torch.device("cpu"):
+        order = (even_order(counts).unsqueeze(1) * num_steps + torch.arange(num_steps)).flatten()
+        ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts) * num_steps)
     return order, ids[order]
 
 

@@ -147,7 +147,7 @@ def _live(
     slots, info = sampler.sample(storage, batch_size)
     slots = torch.as_tensor(slots, device="cpu").long()
     index.check_live(slots, tails)
-    return slots, {key: torch.as_tensor(value) for key, value in info.items()}
+    return slots, {key: torch.as_tensor(value, device="cpu") for key, value in info.items()}
 
 
 def _transform(part: Transform, rows: RowView) -> None:
@@ -201,7 +201,7 @@ def _draw_episodes(
     seen, episodes = storage.look(), storage.episodes
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
-    step = torch.arange(int(length.max())).expand(n, -1)
+    step = torch.arange(int(length.max()), device="cpu").expand(n, -1)
     offset = step.minimum(length[:, None] - 1)
     slots = episodes.shift(first[:, None], offset)
     batch, gone = storage.read(slots, seen)

@@ -43,7 +43,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
     def __iter__(self) -> Iterator[TensorDictBase]:
         worker = get_worker_info()
         # DataLoader seeds each worker differently.
-        own = torch.randint(2**62, (), generator=self._generator)
+        own = torch.randint(2**62, (), generator=self._generator, device="cpu")
         seed = int(own) if worker is None else worker.seed
         # Iterations beside each other each need a sampler and transforms of their own.
         open_reader = copy.deepcopy(self._open_reader)

@@ -282,7 +282,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         arguments.optional(arguments.flag, "update_priority", update_priority)
         data = self._inverse(arguments.tensordict("tensordicts", tensordicts))
         if data is None:
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
         sampler: Any = None if update_priority is False else self._prioritized
         priority = None if sampler is None else data.get(self.priority_key, None)
         if priority is not None:

@@ -149,7 +149,8 @@ class _Epoch:
     def order(self) -> np.ndarray:
         """`[N]` ranks of the rows, which are counted lane by lane, oldest first."""
         size, generator = int((self.cursors - self.tails).sum()), torch.Generator()
-        return torch.randperm(size, generator=generator.manual_seed(self.seed)).numpy()
+        generator.manual_seed(self.seed)
+        return torch.randperm(size, generator=generator, device="cpu").numpy()
 
     def live_slots(self, index: EpisodeIndex, begin: int, end: int) -> np.ndarray:
         """Returns the slots of rows `begin` to `end` in order, but of those that were evicted since."""
@@ -273,6 +274,19 @@ def own_sampler(sampler: Any) -> Any:
     return arguments.instance("sampler", sampler, Sampler, what="a sampler")
 
 
+class _OfBase:
+    """A parameter of the samplers below: TorchRL's schedulers ask the outermost one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, sampler: Any, owner: type) -> Any:
+        return self if sampler is None else getattr(sampler.base, self._name)
+
+    def __set__(self, sampler: Any, value: Any) -> None:
+        setattr(sampler.base, self._name, value)
+
+
 class WrappingSampler(OwnSampler):
     """A sampler that changes what its `base` draws.
 
@@ -286,6 +300,7 @@ class WrappingSampler(OwnSampler):
 
     # How many random numbers it takes for each row beside those of its base.
     _own_draws = 0
+    alpha, beta, eps, eta = _OfBase(), _OfBase(), _OfBase(), _OfBase()
 
     def __init__(self, base: Sampler | None) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping
+from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -39,9 +40,10 @@ _NEAR = 1e-6
 def _strategy(name: str, value: Any) -> Any:
     """Returns a strategy, or a mixture of them whose shares sum to 1."""
     if not isinstance(value, Mapping):
-        return arguments.choice(name, value, GOAL_KINDS)
+        word = value.name if isinstance(value, Enum) else value
+        return arguments.choice(name, word.lower() if isinstance(word, str) else word, GOAL_KINDS)
     mixture = {
-        arguments.choice(f"a name of {name}", key, GOAL_KINDS): arguments.number(
+        _strategy(f"a name of {name}", key): arguments.number(
             f"{name}[{key!r}]", share, at_least=0, at_most=1
         )
         for key, share in value.items()

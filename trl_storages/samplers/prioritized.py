@@ -20,7 +20,7 @@ from trl_storages.packed import PackedStorage
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.states import Adopt, State, entries_of
 
-__all__ = ["REDUCTIONS", "PERSampler", "checked_priorities"]
+__all__ = ["REDUCTIONS", "PERSampler", "Priorities", "checked_priorities"]
 
 Normalization = Literal["batch", "storage", "none"]
 
@@ -168,7 +168,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         Of the storage that was last drawn from.
         """
         if self._priorities is None:
-            return torch.full((self._max_capacity,), math.inf)
+            return torch.full((self._max_capacity,), math.inf, device="cpu")
         return torch.from_numpy(self._priorities.by_slot())
 
     def _empty(self) -> None:

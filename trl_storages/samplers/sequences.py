@@ -107,7 +107,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         )
         expanded = {name: value.repeat_interleave(S, 0) for name, value in info.items()}
         expanded[keys.ANCHOR_INDEX] = index.repeat_interleave(S)
-        place = torch.arange(slots.size)
+        place = torch.arange(slots.size, device="cpu")
         step = place % S
         expanded[keys.SEQUENCE_ID] = place // S
         expanded[keys.STEP_IN_SEQUENCE] = step

@@ -237,7 +237,7 @@ class HostRows:
             raise TypeError("rows in a directory are never overwritten; keep them in memory.")
         field = self._layout.by_key[key]
         size, start, count = field.words
-        copied = torch.empty(len(at), field.size, dtype=field.dtype)
+        copied = torch.empty(len(at), field.size, dtype=field.dtype, device="cpu")
         copied.copy_(values.reshape(copied.shape))
         words = self._words[size]
         words[at, start : start + count] = copied.view(torch.uint8).numpy().view(words.dtype)

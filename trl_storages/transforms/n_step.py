@@ -196,4 +196,5 @@ def _discounts(num_rows: int, gamma: float) -> np.ndarray:
     >>> _discounts(3, 0.5).tolist()
     [1.0, 0.5, 0.25]
     """
-    return torch.pow(gamma, torch.arange(num_rows, dtype=torch.float64)).numpy()
+    exponents = torch.arange(num_rows, dtype=torch.float64, device="cpu")
+    return torch.pow(gamma, exponents).numpy()

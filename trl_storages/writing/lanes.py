@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -33,15 +34,15 @@ def in_order(which: np.ndarray, steps: int) -> Places:
 
 
 def num_steps_of(batch: Sequence[int], num_lanes: int) -> int:
-    """Returns T of a batch `[L, T]`, `[T]` or `[]` for one lane, or `[L]` for one step of several.
+    """Returns T of a batch `[*L, T]`, or of one step of each lane `[*L]`; L may be several dimensions.
 
     Raises:
         ValueError: the batch has another shape.
     """
-    if len(batch) < 2 and num_lanes == 1:
-        return batch[0] if batch else 1
-    if len(batch) in (1, 2) and batch[0] == num_lanes:
-        return batch[1] if len(batch) == 2 else 1
+    if prod(batch) == num_lanes:
+        return 1
+    if batch and prod(batch[:-1]) == num_lanes:
+        return batch[-1]
     raise ValueError(
         f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or [{num_lanes}] "
         f"(one step of each), got {[*batch]}: make the storage with the num_envs of the data, name "

@@ -54,6 +54,7 @@ class Recorder:
         self.num_envs = num_envs
         self.autoreset_mode = _mode(autoreset_mode)
         self.info_keys = arguments.keys("info_keys", info_keys)
+        self._paths = {key: _path(key, self.info_keys) for key in self.info_keys}
         self._choices = choices or {}
         # Which environments are only reset by their next step.
         self._ended, self._none = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
@@ -93,7 +94,7 @@ class Recorder:
             for lane in was_reset.nonzero()[0].tolist():
                 made.put_final(lane, _final_obs(infos, lane))
         for key in self.info_keys:
-            made.put_info(key, _info(infos, key, lanes, was_reset))
+            made.put_info(key, _info(infos, self._paths[key], lanes, was_reset))
         if lanes is None:
             return made.block(all_lanes(self.num_envs, 1)), made.layout
         return made.block(Places(lanes, np.arange(len(lanes) + 1), lanes)), made.layout
@@ -105,7 +106,7 @@ class Recorder:
             fields = _learned(step, is_vector)
             for key in self.info_keys:
                 if key not in fields:
-                    _add(fields, key, _any_info(infos, key), is_vector)
+                    _add(fields, key, _any_info(infos, self._paths[key]), is_vector)
             layout = storage.layout_for(fields)
         return StepRows(layout, self.num_envs, is_vector, self.info_keys, self._choices)
 
@@ -144,13 +145,13 @@ class Recorder:
 
     def _is_vector(self, terminateds: Any) -> bool:
         """Whether the arguments have a leading dimension; the flags are the surest sign."""
-        if type(terminateds) is not bool and np.ndim(terminateds):
-            return True
-        if self.num_envs > 1:
+        is_vector = type(terminateds) is not bool and np.ndim(terminateds) > 0
+        found = len(terminateds) if is_vector else 1
+        if found != self.num_envs:
             raise ValueError(
-                f"terminateds must hold {self.num_envs} flags, one for each environment, got one."
+                f"terminateds must hold a flag for each of num_envs={self.num_envs}, got {found}."
             )
-        return False
+        return is_vector
 
 
 def _learned(step: Step, is_vector: bool) -> dict[NestedKey, Kind]:
@@ -183,12 +184,12 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
 # `final_obs` and `final_info` hold what the step returned, and the rest is of the reset.
 
 
-def _info(infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray) -> Any:
-    """Returns an entry of the infos, as it is there; a leading "next" does not count.
+def _info(infos: Any, path: tuple[str, ...], lanes: Any, was_reset: np.ndarray) -> Any:
+    """Returns an entry of the infos, as it is there.
 
     Args:
         infos: of the step.
-        key: of the entry.
+        path: of the entry.
         lanes: `[L]` the environments that made a transition; None is all.
         was_reset: `[E]` bool, those that were reset in the same step: their entry is in `final_info`. But
             what the loop itself added to the infos, which has no mask, is of the step.
@@ -196,7 +197,6 @@ def _info(infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray) -> Any:
     Raises:
         KeyError: an environment does not have the entry.
     """
-    path = _path(key)
     found, is_there = _entry(infos, path)
     if was_reset.any() and (found is None or f"_{path[0]}" in infos):
         last, is_last = _entry(infos.get("final_info"), path)
@@ -208,21 +208,21 @@ def _info(infos: Any, key: NestedKey, lanes: Any, was_reset: np.ndarray) -> Any:
             found = np.where(of_reset, last, found)
     is_there = np.broadcast_to(is_there, was_reset.shape)
     if found is None or not is_there[slice(None) if lanes is None else lanes].all():
-        raise _missing(infos, key)
+        raise _missing(infos, path)
     return found
 
 
-def _any_info(infos: Any, key: NestedKey) -> Any:
+def _any_info(infos: Any, path: tuple[str, ...]) -> Any:
     """Returns an entry of the infos for its dtype and shape.
 
     Raises:
         KeyError: there is none.
     """
     for each in (infos, infos.get("final_info")):
-        found, _ = _entry(each, _path(key))
+        found, _ = _entry(each, path)
         if found is not None:
             return found
-    raise _missing(infos, key)
+    raise _missing(infos, path)
 
 
 def _entry(infos: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
@@ -251,16 +251,18 @@ def _final_obs(infos: Any, lane: int) -> Any:
     return _row(found, lane)
 
 
-def _path(key: NestedKey) -> tuple[str, ...]:
+def _path(key: NestedKey, info_keys: Sequence[NestedKey]) -> tuple[str, ...]:
+    """Returns where the infos hold an entry: a leading "next" does not count but for one of a pair."""
     path = keys.key_path(key)
-    return path[1:] if path[0] == "next" else path
+    is_single = path[0] == "next" and unravel_key(path[1:]) not in info_keys
+    return path[1:] if is_single else path
 
 
-def _missing(infos: Any, key: NestedKey) -> KeyError:
+def _missing(infos: Any, path: tuple[str, ...]) -> KeyError:
     there = sorted(str(name) for name in infos if not str(name).startswith("_"))
     return KeyError(
-        f"the infos must hold {'.'.join(_path(key))!r} at every step of every environment, got {there}: "
-        f"hand it on, as in {{**infos, {_path(key)[-1]!r}: ...}}."
+        f"the infos must hold {'.'.join(path)!r} at every step of every environment, got {there}: "
+        f"hand it on, as in {{**infos, {path[0]!r}: ...}}."
     )
 
 

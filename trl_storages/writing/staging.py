@@ -109,6 +109,8 @@ class Rows(Staging):
         found: Mapping[NestedKey, torch.Tensor],
     ) -> None:
         super().__init__(layout, batch, device)
+        #: How many entries they had.
+        self.num_found = len(found)
         flag = found.get(done_key)
         if flag is None:
             raise KeyError(f"the data lacks {done_key!r}, which ends episodes; it has {[*found]}.")
@@ -120,12 +122,12 @@ class Rows(Staging):
         fields = [layout.by_key[key] for key in self.views]
         shape = batch + layout.by_key[done_key].shape if done_key in layout else flag.shape
         self._keys = [*self.views, done_key]
-        self._targets = [*self.views.values(), torch.as_tensor(self.done).view(shape)]
+        done = torch.from_numpy(self.done) if device is None else self.done
+        self._targets = [*self.views.values(), done.view(shape)]
         self._kinds = [*((it.dtype, batch + it.shape) for it in fields), (torch.bool, shape)]
         # Stacks, by their places among the fields; they are copied as frames.
         self._stacks = [(place, it) for place, it in enumerate(fields) if it.stack]
         # Flags that end episodes, too, beside `done`; those of another device are not waited for.
-        done = torch.as_tensor(self.done)
         self._ends = [
             (self.views[key].view(-1).numpy(), done.numpy())
             for key in (keys.TERMINATED, keys.TRUNCATED)

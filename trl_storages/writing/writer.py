@@ -28,6 +28,8 @@ from trl_storages.writing.staging import Rows, entries_in
 
 __all__ = ["EpisodeWriter"]
 
+# Entries that drawn rows have beside their fields.
+_OF_BATCHES = (default_keys.INDEX, default_keys.MASK)
 # Entries under `next` that may be left out without a word.
 _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
@@ -173,7 +175,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if numbers is None or len(batch) != 1:
             return all_lanes(E, num_steps_of(batch, E))
         return route(
-            *(numbers, torch.as_tensor(rows.done).cpu().numpy()),
+            *(numbers, torch.as_tensor(rows.done, device="cpu").numpy()),
             held=self._trajectory,
             is_open=self._storage.episodes.is_open,
             last_written=self._written_at,
@@ -187,8 +189,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         device = None
         if not storage.is_on_host and found and next(iter(found.values())).device == storage.device:
             device = storage.device
-        wanted = storage.layout, batch, device
-        if rows is None or (rows.layout, rows.batch, rows.device) != wanted:
+        wanted = storage.layout, batch, device, len(found)
+        if rows is None or (rows.layout, rows.batch, rows.device, rows.num_found) != wanted:
             layout = self._layout_of(data, found)
             rows = Rows(layout, batch, device, self.done_key, found)
             # Large blocks come fresh from the system, page by page, unless they are kept.
@@ -204,8 +206,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage = self._storage
         layout = storage.layout
         if layout is None:
-            left_out = (default_keys.INDEX, default_keys.MASK)
-            every = [key for key in found if key not in left_out]
+            every = [key for key in found if key not in _OF_BATCHES]
             stored = self.keys or [*storage.fields] or every
             for key in stored:
                 default_keys.check_storable(key)
@@ -213,26 +214,34 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 raise KeyError(f"the data must hold {missing}, it has {sorted(found, key=str)}.")
             kinds = {key: (found[key].dtype, found[key].shape[data.ndim :]) for key in stored}
             layout = storage.layout_for(kinds, nested_sizes(data.select(*stored), data.ndim))
-        if self.keys is not None and not self._warned_of_lost and len(found) > len(layout.fields):
+        if (folded := default_keys.STEPS_TO_NEXT_OBS) in found and folded not in layout:
+            raise ValueError(
+                f"steps must be single ones, got n-step transitions, with {folded!r}: collect without "
+                "MultiStep, and make the storage with n_step=."
+            )
+        if not self._warned_of_lost and len(found) > len(layout.fields):
             self._warn_of_lost(found, layout)
         return layout
 
     def _warn_of_lost(self, found: Mapping[NestedKey, torch.Tensor], layout: Layout) -> None:
-        """Warns once of entries of the environment, and recurrent states, that are left out.
+        """Warns once of entries that are left out.
 
-        They go on under `next`; what a policy computes on its way to an action does not.
+        Where fields are named, of those of the environment and of recurrent states: they go on under
+        `next`; what a policy computes on its way to an action does not.
         """
-        nested = (key for key in found if key[0] == "next" and key not in layout)
-        roots = (unravel_key(key[1:]) for key in nested if not _BY_PRODUCTS.intersection(key))
-        # What a field at the root leads to is left out on purpose.
-        lost = sorted((key for key in roots if key not in layout), key=str)
-        if lost:
-            self._warned_of_lost = True
-            warn_caller(
-                f"the storage has no fields for {lost}, which are left out: name those "
-                "that are needed in extra_fields=. States of a recurrent policy have fields if its "
-                "primer (make_tensordict_primer()) is part of the storage's environment."
+        others = [key for key in found if key not in layout and key not in _OF_BATCHES]
+        hint = "the first write says which there are, or PackedStorage(fields=...)."
+        if self.keys or self._storage.fields:
+            nested = [key for key in others if key[0] == "next" and not _BY_PRODUCTS & {*key}]
+            # What a field at the root leads to is left out on purpose.
+            others = [key for key in (unravel_key(it[1:]) for it in nested) if key not in layout]
+            hint = (
+                "name those that are needed in extra_fields=. States of a recurrent policy have fields "
+                "if its primer (make_tensordict_primer()) is part of the storage's environment."
             )
+        if lost := sorted(others, key=str):
+            self._warned_of_lost = True
+            warn_caller(f"the storage has no fields for {lost}, which are left out: {hint}")
 
     def _cut(self, numbers: np.ndarray, places: Places) -> np.ndarray:
         """Returns `[N]` where trajectories change, in the order of their places."""
