@@ -36,8 +36,3 @@ def test_the_page_shows_the_kept_curves():
         shown = ", ".join(f"{value:,.0f}" for _, value in kept["curve"])
         steps = f"{kept['curve'][-1][0]:,}"
         assert f"| {kept['agent']}, {kept['env']} | {kept['seed']} | {steps} | {shown} |" in page
-
-
-def test_the_kept_curves_are_drawn(tmp_path, tutorial):
-    tutorial("agent_curves").main(["--output", str(tmp_path / "new" / "curves.png")])
-    assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")

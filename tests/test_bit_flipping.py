@@ -1,15 +1,8 @@
-import importlib
-import warnings
-
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils.env_checker import check_env
-from torchrl.envs import GymEnv
-from torchrl.envs.utils import check_env_specs
 
-import trl_storages.envs
 from trl_storages.envs import BitFlippingEnv
 
 
@@ -87,17 +80,6 @@ def test_the_start_is_never_the_goal_and_the_pairs_are_uniform():
     assert ((unequal - 1000) ** 2 / 1000).sum() < 31.3
 
 
-def test_what_was_handed_out_does_not_change():
-    env = make(3)
-    first, _ = env.reset(seed=0)
-    kept = {key: value.copy() for key, value in first.items()}
-    second = env.step(0)[0]
-    second["achieved_goal"][:] = 7
-    env.step(1)
-    assert all(np.array_equal(first[key], kept[key]) for key in kept)
-    assert env.step(2)[0]["observation"].max() <= 1
-
-
 def test_rewards_of_any_leading_shape():
     env = make(2)
     goal = np.array([1.0, 0.0], np.float32)
@@ -149,24 +131,3 @@ def test_a_wrong_continuous_action(action):
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"3 finite numbers.*continuous=False"):
         env.step(action)
-
-
-def test_registering_again_is_silent():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        importlib.reload(trl_storages.envs)
-    spec = gymnasium.spec("BitFlipping-v0")
-    assert spec.kwargs == {"n_bits": 15, "continuous": False}
-
-
-@pytest.mark.parametrize("continuous", [False, True])
-def test_torchrl_takes_it(continuous):
-    env = GymEnv(
-        "BitFlipping-v0", n_bits=5, continuous=continuous, categorical_action_encoding=True
-    )
-    check_env_specs(env)
-    rollout = env.rollout(20)
-    assert 1 <= len(rollout) <= 5
-    assert rollout["observation"].dtype == torch.float32
-    assert rollout["next", "done"][-1]
-    env.close()

@@ -24,11 +24,6 @@ def test_runs_are_made_once_and_drawn(script, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_any_run_there_is_nothing_to_draw(script, tmp_path):
-    with pytest.raises(SystemExit, match="holds none of these runs"):
-        script.main(["--draw", "--results", str(tmp_path / "none.jsonl")])
-
-
 def test_only_with_hindsight_many_bits_are_flipped(script, monkeypatch):
     monkeypatch.setattr(script, "STEPS_PER_BIT", 1024)
     finished = script.learning_results.read(script.RESULTS)

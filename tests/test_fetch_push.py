@@ -69,11 +69,6 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(script, tmp_path, monkey
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_any_run_there_is_nothing_to_draw(script, tmp_path):
-    with pytest.raises(SystemExit, match="holds no runs"):
-        script.main(["--draw", "--results", str(tmp_path / "none.jsonl")])
-
-
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"seed {kept['seed']}")
 def test_the_page_shows_the_kept_curves(kept):
     page = (TUTORIALS / "results.md").read_text()

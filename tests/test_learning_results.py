@@ -1,7 +1,6 @@
 """The table of learning results: no run is made twice, and the guide shows what was measured."""
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -44,20 +43,6 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def finished(run, success):
-    return {run: {**asdict(run), "success": success}}
-
-
-def test_every_algorithm_and_environment_is_run_with_and_without_hindsight(script):
-    runs = script.planned(script.rows_named(["*"]), [0, 1, 2])
-    assert len(set(runs)) == len(runs) == 7 * 2 * 3
-    assert {(run.env, run.algo) for run in runs} == {
-        (FLIPPING, "dqn"),
-        *((env, algo) for env in (FLIPPING, "FetchReach-v4") for algo in ("ddpg", "td3", "sac")),
-    }
-    assert all(run.bound is not None for run in runs if run.hindsight)
-
-
 def test_a_finished_run_is_a_line_and_is_never_made_again(script, trained, tmp_path, capsys):
     path = tmp_path / "new" / "results.jsonl"
     options = ["--only", "*:dqn", "--seeds", "0", "--results", str(path)]
@@ -80,29 +65,6 @@ def test_a_finished_run_is_a_line_and_is_never_made_again(script, trained, tmp_p
     script.main(options)
     assert trained == [("dqn", 0, "without hindsight")]
     assert lines(path)[0] == first
-
-
-def test_the_table_of_runs_within_their_bounds_outside_of_them_and_missing(
-    script, small, monkeypatch
-):
-    tasks = dict(small)
-    tasks[FLIPPING, "dqn"] = replace(tasks[FLIPPING, "dqn"], at_least=0.9, at_most=0.1)
-    tasks[FLIPPING, "td3"] = replace(tasks[FLIPPING, "td3"], steps=20_000, at_most=None)
-    tasks["FetchReach-v4", "sac"] = script.train_her.Task(2000, at_least=0.5)
-    monkeypatch.setattr(script.train_her, "TASKS", tasks)
-    runs = script.planned(tasks, [0, 1])
-    records = {}
-    for run in runs:
-        if run.algo == "dqn":
-            success = (0.9, 0.89)[run.seed] if run.hindsight else (0.1, 0.11)[run.seed]
-            records |= finished(run, success)
-        if run.algo == "sac" and not run.hindsight:
-            records |= finished(run, 1.0)
-    assert script.table(records, runs).splitlines()[2:] == [
-        "| BitFlipping-v0, 3 bits | DQN | 576 | 0.90, **0.89** | ≥ 0.90 | 0.10, **0.11** | ≤ 0.10 |",
-        "| BitFlipping-v0, 3 bits | TD3 | 20,000 | -, - | ≥ 0.00 | -, - |  |",
-        "| FetchReach-v4 | SAC | 2,000 | -, - | ≥ 0.50 | 1.00, 1.00 |  |",
-    ]
 
 
 # What was measured, at its full budgets; the tutorial's own tests train on smaller ones.

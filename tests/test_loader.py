@@ -79,12 +79,13 @@ def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
         again.close()
 
 
-def test_seeds_of_workers_differ_and_repeat(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeds_of_workers_differ_and_repeat(tmp_path, workers):
     storage = goal_storage(path=tmp_path / "replay", alpha=0.6)
     act(TallyEnv(), storage, 50)
 
     def draws():
-        batches = iter(storage.loader(2, seed=7, persistent_workers=True, **FORK))
+        batches = iter(storage.loader(workers, seed=7, **(FORK if workers else {})))
         return [next(batches)["index"].tolist() for _ in range(6)]
 
     first = draws()

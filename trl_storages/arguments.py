@@ -280,8 +280,10 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
     Raises:
         TypeError: it can't be converted.
     """
+    # Whatever torch's default device is.
+    device = value.device if isinstance(value, torch.Tensor) else "cpu"
     try:
-        return torch.as_tensor(value, dtype=dtype)
+        return torch.as_tensor(value, dtype=dtype, device=device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name} must be numbers, got {shown(value)}.") from error
 

@@ -1,8 +1,6 @@
 """The commands of the benchmark measure, tell and keep what they say."""
 
 import gc
-import itertools
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -10,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import cold_start, contest, durability, network, sections
+from tests.benchmarks import contest, durability, network, sections
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
 from tests.benchmarks.readme import PAGES
-from tests.benchmarks.results import Report, Result, ratio
+from tests.benchmarks.results import Report
 from tests.benchmarks.sections import SECTIONS, run_section
 from tests.benchmarks.tables import format_all, format_missed
 
@@ -57,25 +55,6 @@ def test_sides_take_turns_and_the_first_one_is_thrown_away():
     assert [len(taken) for taken in rounds.values()] == [2, 2]
 
 
-@pytest.mark.parametrize("processor_time", [False, True])
-def test_calls_that_are_timed_together_count_as_one_each(processor_time):
-    calls = itertools.count()
-    turn = Turn(call=lambda: sum(range(10**4)) + next(calls), repeat=7)
-    effort = Effort(rounds=1, calls=3, seconds=10, processor_time=processor_time)
-    rounds = measure({"": turn}, effort)
-    assert next(calls) == 2 * 3 * 7
-    assert 1 < rounds[""][0] < 10**5
-
-
-def test_ratios_are_of_the_same_rounds():
-    ours, theirs = (
-        Result(section="x", work="uniform", peer="ours", rows=9, batch_size=1, rounds=rounds)
-        for rounds in ([10.0, 100.0, 20.0], [20.0, 300.0, 40.0])
-    )
-    assert ratio(theirs, ours) == 2
-    assert theirs.median == 40
-
-
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_can_be_told_and_kept(section, tmp_path):
@@ -87,14 +66,6 @@ def test_a_section_can_be_told_and_kept(section, tmp_path):
     words = "here", "Cold start", "From a directory"
     assert any(word in "".join(lines) for word in words)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
-
-
-def test_a_first_batch_is_timed_in_its_own_process(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["cold_start", "cpu"])
-    cold_start.main()
-    taken = json.loads(capsys.readouterr().out)
-    assert set(taken) == {"torchrl", "ours", "first_batch"}
-    assert min(taken.values()) >= 0
 
 
 def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):

@@ -422,6 +422,7 @@ PARTS = {
     "an empty dict": lambda: library.UniformReplayStorage(gymnasium.spaces.Dict({}), SPACES[1]),
     "no capacity": lambda: library.PackedStorage(0),
     "no storage": lambda: library.ReplayStorage(storage=5),
+    "an option of a part that is not made": lambda: make(discount=5.0),
     "a class as sampler": lambda: assemble(sampler=5),
     "a class as transform": lambda: assemble(transform=5),
     "no lanes": lambda: assemble(lanes=0),

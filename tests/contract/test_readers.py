@@ -146,6 +146,7 @@ class TestOneAtATime:
             reader = reader or opened(tmp_path, STEPS, kind, mode="r")
             drawn = ids_of(reader.sample(64)).tolist()
             assert found(reader) == [steps[-STEPS:] for steps in written]
+            assert reader[int(reader.episodes.live_slots()[0])].batch_size == ()
             assert {*drawn} <= {step.id for steps in written for step in steps[-STEPS:]}
         storage.empty(keep_steps=3)
         assert found(reader) == [steps[-3:] for steps in written]

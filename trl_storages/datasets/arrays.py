@@ -203,10 +203,10 @@ def _shown(blocks: Iterable[TensorDict], num_rows: int) -> Iterator[TensorDict]:
 def _rewards(relabel: GoalRelabel | None, steps: TensorDict) -> torch.Tensor:
     """Returns the rewards of the desired goals of steps, NaN if nothing computes them."""
     if relabel is None or relabel.reward_fn is None:
-        return torch.full((len(steps), 1), torch.nan)
+        return torch.full((len(steps), 1), torch.nan, device="cpu")
     achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
     found = relabel.reward_fn(achieved, goals, {key: steps[key] for key in relabel.info_keys})
-    return torch.as_tensor(found).float().reshape(-1, 1)
+    return torch.as_tensor(found, device="cpu").float().reshape(-1, 1)
 
 
 def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:

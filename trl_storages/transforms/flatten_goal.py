@@ -95,7 +95,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         missing = [key for key in self.in_keys if key not in there]
         if missing:
             raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(there, key=str)}.")
-        values = [torch.as_tensor(parts[key]) for key in self.in_keys]
+        values = [arguments.values(repr(key), parts[key]) for key in self.in_keys]
         if batch_dims is None:
             batch_dims = parts.batch_dims if is_tensordict else max(values[1].ndim - 1, 0)
         shapes = [value.shape[batch_dims:] for value in values]

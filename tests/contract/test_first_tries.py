@@ -1,0 +1,122 @@
+"""What a user meets in the first days, beside what the guides show."""
+
+from enum import Enum
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from contract.make import library, make
+from contract.steps import Player, rows
+from gymnasium.spaces import Box, Discrete
+from torchrl.data.replay_buffers.scheduler import LinearScheduler
+
+from trl_storages.datasets import from_arrays
+
+Strategy = Enum("Strategy", {"FUTURE": 0})
+
+
+def one(value):
+    return np.full(1, value, np.float32)
+
+
+def filled(name="Uniform", num_steps=6, infos=None, **options):
+    spaces, options = (Box(-9, 9, (1,)), Discrete(2)), {"storage_size": 20, **options}
+    storage = getattr(library, f"{name}ReplayStorage")(*spaces, **{"batch_size": 4, **options})
+    for at in range(num_steps):
+        storage.record(one(at), 0, 1.0, False, at == num_steps - 1, infos or {}, one(at + 1))
+    return storage
+
+
+@pytest.mark.parametrize("options", [{}, {"n_step": 3, "alpha": 0.5}, {"name": "Episode"}])
+def test_torchs_default_device_may_be_another(options):
+    with torch.device("meta"):
+        storage = filled(**options, discount=0.8)
+        storage.extend(storage[0:2])
+        batch = storage.sample()
+        storage.update_priority([1], batch["index"][0])
+        storage.explain(batch)
+        storage.sample_episodes(2)
+    assert {leaf.device.type for leaf in batch.values(True, True)} == {"cpu"}
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "eps", "eta"])
+def test_schedulers_reach_the_samplers_below(name):
+    storage = make("all")
+    scheduler = LinearScheduler(storage, name, final_value=1.0, num_steps=1)
+    scheduler.step()
+    assert getattr(storage, name) == 1
+
+
+def test_an_info_and_its_next_value():
+    field = torch.float32, [1]
+    storage = filled(
+        extra_fields={"state": field, ("next", "state"): field},
+        infos={"state": one(5), "next": {"state": one(6)}},
+    )
+    assert storage[0]["state"] == 5
+    assert storage[0]["next", "state"] == 6
+    with pytest.raises(KeyError, match=r"next\.state"):
+        storage.record(one(0), 0, 1.0, False, False, {"state": one(5)}, one(0))
+
+
+def test_an_environment_that_resets_itself():
+    env = gymnasium.wrappers.Autoreset(gymnasium.make("BitFlipping-v0", n_bits=3))
+    storage, (before, _) = library.UniformReplayStorage.from_env(env), env.reset(seed=0)
+    for _ in range(20):
+        after, *rest, info = env.step(0)
+        storage.record(before, 0, *rest, info, after)
+        before = after
+    assert (storage.episodes.episodes()["length"] <= 3).all()
+
+
+def test_lanes_in_several_dimensions():
+    storage = filled(num_envs=6, num_steps=0, storage_size=60)
+    steps = filled(num_steps=4)[:].exclude("index")
+    assert storage.extend(torch.stack([steps] * 6).reshape(2, 3, 4)).shape == (2, 3, 4)
+    assert storage.extend(steps[0].expand(2, 3)).tolist() == [[4, 14, 24], [34, 44, 54]]
+
+
+def test_other_files_beside_a_dump(tmp_path):
+    other = tmp_path / "agent.pt"
+    filled().dumps(tmp_path)
+    other.touch()
+    filled().dumps(tmp_path)
+    library.ReplayStorage.open(tmp_path).close(keep=False)
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.parametrize("strategy", ["Future", Strategy.FUTURE, {Strategy.FUTURE: 1.0}])
+def test_strategies_in_any_case_and_of_an_enumeration(strategy):
+    assert library.HERSampler(strategy).strategy in ("future", {"future": 1.0})
+
+
+def test_a_refused_attempt_leaves_the_directory_free(tmp_path):
+    with pytest.raises(ValueError, match="batch_size") as kept:
+        filled(path=tmp_path / "rows", batch_size=0)
+    filled(path=tmp_path / "rows").close()
+    data = {"obs": np.zeros(4), "acts": np.zeros(4), "rews": np.zeros(4), "dones": np.ones(4)}
+    with pytest.raises(ValueError, match="of one environment"):
+        from_arrays(data, path=tmp_path / "data", num_envs=2)
+    assert kept.value
+    assert not (tmp_path / "data").exists()
+
+
+def test_episodes_that_fit_their_lanes():
+    storage = filled("Episode", 0, num_envs=8, storage_size=32)
+    storage.extend(filled(num_steps=1)[:].exclude("index").expand(8), lanes=range(8))
+    assert len(storage) == 8
+    two = make("episodes", lanes=2, size=20)
+    flat = rows(Player().play([15, 5])).set(("collector", "traj_ids"), torch.arange(20) // 15)
+    with pytest.raises(ValueError, match="got 15"):
+        two.extend(flat)
+    assert len(two) == 0
+
+
+def test_small_things():
+    storage = filled()
+    storage.rewrite([0], {("next", "reward"): np.full((1, 1), 7, np.float32)})
+    assert storage[0]["next", "reward"] == 7
+    storage.end_episodes([])
+    with pytest.raises(RuntimeError, match="empty"):
+        library.ReplayStorage(storage=library.PackedStorage(9))[:]
