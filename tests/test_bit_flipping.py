@@ -39,13 +39,6 @@ def test_an_episode_by_hand():
     assert info == {"is_success": True, "num_steps": 2}
 
 
-def test_an_episode_is_truncated_after_n_steps():
-    env = make(3)
-    start(env, [0, 0, 0], [1, 1, 1])
-    ends = [env.step(1)[2:4] for _ in range(3)]
-    assert ends == [(False, False), (False, False), (False, True)]
-
-
 def test_the_last_step_can_be_both_a_success_and_the_time_limit():
     env = make(2)
     start(env, [0, 0], [1, 1])

@@ -85,13 +85,6 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     assert "| draw from 300 rows | batch | here | raw gather |" in page
 
 
-@pytest.mark.parametrize("line", ["--rows 100 --batches 256", "--only memory --device cuda"])
-def test_what_cannot_be_done_is_refused_before_anything_is_measured(line, capsys):
-    with pytest.raises(SystemExit):
-        command.parse_arguments(line.split())
-    assert "error" in capsys.readouterr().err
-
-
 def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(durability, "BLOCKS", (1, 10))
     if find_spec("lmdb") is None:

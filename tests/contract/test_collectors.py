@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from contract.lanes import Lanes
-from contract.make import make, make_for
+from contract.make import assemble, make, make_for
 from contract.steps import Player, assert_same, ids_of, rows
 from tally_env import LENGTHS, TallyEnv, tally
 from tensordict import LazyStackedTensorDict
@@ -421,3 +421,10 @@ def test_entries_without_a_field_are_told_of_once(is_lazy):
             with pytest.warns(UserWarning, match=r"\['cost', 'hidden'\][\s\S]*extra_fields"):
                 storage.extend(data)
     assert "hidden" not in [*storage[:].keys()]
+
+
+def test_a_later_entry_is_told_of_where_the_first_write_named_the_fields():
+    storage, player = assemble(20), Player()
+    storage.extend(rows(player.play([4])))
+    with pytest.warns(UserWarning, match=r"\['logp'\]"):
+        storage.extend(rows(player.play([4])).set("logp", torch.zeros(4)))

@@ -373,13 +373,15 @@ def test_minari_and_back(monkeypatch, tmp_path):
 def test_minari_of_lanes_and_cuts(monkeypatch, tmp_path):
     pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    spaces = Box(-1, 1, (2,)), Discrete(3)
     storage = library.UniformReplayStorage(
-        Box(-1, 1, (2,)), Discrete(3), storage_size=12, num_envs=2, autoreset_mode="Disabled"
+        *spaces, storage_size=12, num_envs=2, autoreset_mode="Disabled", info_keys=["cost"]
     )
     for step in range(8):
         done = np.array([step == 3, step == 6])
         before, after = (np.full((2, 2), at, np.float32) for at in (step, step + 1))
-        storage.record(before, [step % 3] * 2, [0.5, step], done, [False] * 2, {}, after)
+        infos = {"cost": np.array([0.5, step])}
+        storage.record(before, [step % 3] * 2, [0.5, step], done, [False] * 2, infos, after)
     dataset = datasets.to_minari(storage, "lanes-v0", action_space=Discrete(3))
     # The oldest two of each lane are overwritten; what runs on is truncated where it stands.
     assert [episode.observations[:, 0].tolist() for episode in dataset] == [
@@ -389,7 +391,8 @@ def test_minari_of_lanes_and_cuts(monkeypatch, tmp_path):
         [7, 8],
     ]
     assert [bool(episode.truncations[-1]) for episode in dataset] == [False, True, False, True]
-    again = datasets.from_minari("lanes-v0", float_dtype=torch.float32)
+    again = datasets.from_minari("lanes-v0", float_dtype=torch.float32, info_keys=["cost"])
+    assert again[:]["cost"].tolist() == again[:]["next", "reward"].flatten().tolist()
     assert again.episodes.episodes()["length"].tolist() == [2, 4, 5, 1]
     gaps = datasets.from_arrays(
         d4rl(next_observations=np.ones((9, 1), np.float32)), on_gap="ignore"
