@@ -121,7 +121,9 @@ class UniformReplayStorage(ReplayStorage):
             `FrameStack` selects the entries.
         extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
             log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
-            it. That of `("next", "reward")` is in the place of (float32, [1]).
+            it, or `{**info, "state": state, "next": {"state": next_state}}` where both have a field. That
+            of `("next", "reward")` is in the place of (float32, [1]): recipes store one reward a row. For
+            those of each agent put a storage together from parts.
         info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
             first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
             the infos' `force`, stored where TorchRL's info readers put it.
@@ -246,8 +248,8 @@ class UniformReplayStorage(ReplayStorage):
         """Makes a storage for an environment, from its spaces and number of environments.
 
         Args:
-            env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well;
-                or a TorchRL environment, batched or not.
+            env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well, or
+                "NextStep" in gymnasium's `Autoreset`; or a TorchRL environment, batched or not.
             **options: as in the constructor. `reward_fn` for hindsight must be passed, as it may be a
                 custom function.
 
