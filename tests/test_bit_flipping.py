@@ -39,13 +39,6 @@ def test_an_episode_by_hand():
     assert info == {"is_success": True, "num_steps": 2}
 
 
-def test_the_last_step_can_be_both_a_success_and_the_time_limit():
-    env = make(2)
-    start(env, [0, 0], [1, 1])
-    env.step(0)
-    assert env.step(1)[1:4] == (0.0, True, True)
-
-
 def test_a_continuous_action_flips_its_largest_component():
     env = make(3, continuous=True)
     start(env, [0, 0, 0], [1, 1, 1])

@@ -17,7 +17,7 @@ import torch
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import NestedKey, TensorDictBase
-from torchrl.data import TensorSpec
+from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
@@ -27,6 +27,7 @@ from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
 from trl_storages.streams import FrameStack
+from trl_storages.streams.layout import Nested, nested_sizes
 from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter, Recorder, choices_of, transition_fields
 from trl_storages.writing.fields import InfoKeys
@@ -217,6 +218,7 @@ class UniformReplayStorage(ReplayStorage):
             num_envs=num_envs,
             device=device,
             fields=stored,
+            nested=_nested(observation_space, action_space),
             max_entries=max_entries,
             path=path,
             mode=mode,
@@ -310,6 +312,15 @@ def _fields(
     for key, stack in stacks.items():
         stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
     return stored, [*infos, *(key for key in further if key != keys.REWARD)]
+
+
+def _nested(*spaces: AnySpace) -> Nested:
+    """Returns which TensorDicts of the rows have further batch sizes, also under `next`."""
+    found: dict[Any, torch.Size] = {}
+    for spec in spaces:
+        if isinstance(spec, Composite):
+            found |= nested_sizes(spec.zero(), spec.ndim)
+    return (*found.items(), *((("next", *path), sizes) for path, sizes in found.items()))
 
 
 def _stacks(

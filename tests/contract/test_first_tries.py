@@ -9,6 +9,7 @@ import torch
 from contract.make import library, make
 from contract.steps import Player, rows
 from gymnasium.spaces import Box, Discrete
+from torchrl.data import Composite, Unbounded
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
 
 from trl_storages.datasets import from_arrays
@@ -68,6 +69,12 @@ def test_an_environment_that_resets_itself():
         storage.record(before, 0, *rest, info, after)
         before = after
     assert (storage.episodes.episodes()["length"] <= 3).all()
+
+
+def test_agents_keep_the_batch_sizes_of_their_specs():
+    spec = Composite(agents=Composite(observation=Unbounded((2, 3)), shape=(2,)))
+    rows = library.UniformReplayStorage(spec, Discrete(2))[:]
+    assert rows["agents"].batch_size == rows["next", "agents"].batch_size == (0, 2)
 
 
 def test_lanes_in_several_dimensions():

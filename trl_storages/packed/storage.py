@@ -43,6 +43,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         device: where the rows are; their index is always on the host.
         fields: key -> (dtype, shape) of a transition, or (dtype, shape, FrameStack); or None, for what
             the first write fixes.
+        nested: which TensorDicts of the rows have further batch sizes, as those of agents have: path and
+            sizes. Without fields the first write says so.
         max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
             whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
             evicted early.
@@ -70,6 +72,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         num_envs: int | None = None,
         device: torch.device | str = "cpu",
         fields: Mapping[NestedKey, Sequence[Any] | None] | None = None,
+        nested: Nested = (),
         max_entries: int | None = None,
         path: str | os.PathLike[str] | None = None,
         mode: str = "r+",
@@ -98,7 +101,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._given_size = self.max_size
         self._max_entries = max_entries
         #: As given.
-        self.fields = dict(fields or {})
+        self.fields, self.nested = dict(fields or {}), nested
         # Whether it was said that there are not entries enough for any rows.
         self._is_warned = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -182,7 +185,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if self.layout is not None:
             return self.layout
         kinds = {key: kind or found[key] for key, kind in self.fields.items()}
-        return Layout(kinds or found, nested)
+        return Layout(kinds or found, nested or self.nested)
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
@@ -369,8 +372,10 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def look(self) -> np.ndarray | None:
         """Looks, before rows are read, for what another process has done to the directory.
 
+        That may replace `episodes`, `rows` and `layout`: fetch those afterwards.
+
         Returns:
-            what `gave_way` takes; None if no other process writes.
+            `[E]` the cursors now, which `gave_way` takes; None if no other process writes.
         """
         place = self.place
         if place.is_writer:
