@@ -172,7 +172,7 @@ class Parameter:
         found = [part for part in storage.parts() if self._name in _parameters(part)]
         if not found:
             raise AttributeError(
-                f"no part of this storage has {self._name!r}: make it with {self._name}=, or with a "
-                "sampler or transform that has it."
+                f"no part of this storage has {self._name!r}: recipes make that of n_step > 1, alpha > 0 "
+                "and eta < 1; or make the storage with a sampler or transform that has it."
             )
         return found
