@@ -97,6 +97,7 @@ for _name, _instead in REFUSED.items():
 
 # Class of TorchRL's -> what to use instead.
 _INSTEAD = {
+    "CatFrames": "frame_stack=k over stacks, or sample_unit=EpisodeSequence(length)",
     "ConsumingSampler": "UniformSampler()",
     "MultiStepTransform": "n_step=3, or transform=NStep(3)",
     "PrioritizedSampler": "PERSampler(capacity)",

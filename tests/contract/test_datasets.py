@@ -327,6 +327,7 @@ WRONG = {
     "paths of other entries": ([PATH, {**PATH, "speed": [1]}], KeyError),
     "paths of other shapes": ([PATH, {**PATH, "acts": [[1, 2]]}], ValueError),
     "paths of rewards of other lengths": ([PATH, {**PATH, "rews": [1, 2]}], ValueError),
+    "rows of next observations alone": ({**d4rl(), "valids": np.ones(9)}, ValueError),
     "an empty path": ([{"obs": [[1.0]], "acts": [], "rews": []}], ValueError),
     "observations of other lengths": ([{"obs": {"x": [1, 2], "y": [1]}, "acts": [1]}], KeyError),
 }

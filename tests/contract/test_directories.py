@@ -268,6 +268,7 @@ class TestAfterAKill:
         assert len(storage) == 3  # the other one was reset
         shutil.copytree(tmp_path / "rows", tmp_path / "later")
         again = make(place="directory", path=tmp_path / "later", **options)
+        assert again.write_count == len(again) == 3
         again.end_episodes()
         for player in players:
             player.reset()

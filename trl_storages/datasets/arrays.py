@@ -244,6 +244,8 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
             add(key, leaf)
             if role in (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL):
                 (seen if base == name else after).append(key)
+    if "valids" in fields:  # of OGBench's compact data
+        raise ValueError("valids mark rows of next observations alone: pass next_observations.")
     actions = [key for key in fields if keys.key_path(key)[0] == ACTION]
     if not (seen and actions):
         raise KeyError(f"data must have the entries observations and actions, has {[*data]}.")

@@ -251,7 +251,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Overwrites fields of the step of some rows, such as rewards of a learned model.
 
         Args:
-            index: `[B]` slots of live rows; of equal ones the last counts.
+            index: `[B]` slots of live rows; the last of equals counts. `episodes.slots_by_age()` names
+                all, in the order of `[:]`.
             values: key -> `[B, *shape]`; no observations and no flags.
 
         Raises:

@@ -27,6 +27,7 @@ _WITHOUT: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     keys.PRIORITY_STAMP: torch.zeros_like,
     keys.HER_MASK: lambda index: torch.zeros_like(index, dtype=torch.bool),
     keys.GOAL_INDEX: torch.clone,
+    keys.STEPS_TO_NEXT_OBS: lambda index: torch.ones_like(index).unsqueeze(-1),
 }
 
 

@@ -64,8 +64,10 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     adopts.append(_parsed_generator(storage, generator))
     if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
         raise ValueError("cursors must be a list of whole numbers: nothing changed.")
-    if not reopened or cursors == storage.episodes.cursors.tolist():
-        adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
+    more = int(storage.episodes.cursors.sum()) - sum(cursors) if reopened else 0
+    adopts.append(storage._writer.parsed(writer, more))
+    if not more:
+        adopts.append(storage._recorder.parsed(recorder))
     return joined(*adopts)
 
 

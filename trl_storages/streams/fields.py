@@ -37,7 +37,7 @@ class FrameStack:
     stack begins with, such as its first frame repeated or zeros, reads back as it was.
 
     Args:
-        num_frames: k.
+        num_frames: k, the same for all stacks of a storage.
         dim: the dimension along which frames are stacked. The first may hold several channels a frame,
             as in TorchRL's `CatFrames` and DrQ-v2; any other must have size k.
 

@@ -187,7 +187,7 @@ class Layout:
         if size and (rows[:, first : first + size] != rows[:, after : after + size]).any():
             raise ValueError(
                 "the next stack of a row must be its stack moved by one frame; store other observations "
-                "without a FrameStack."
+                "without a FrameStack: frame_stack={key: FrameStack(k)} names those that are stacks."
             )
 
     # Views

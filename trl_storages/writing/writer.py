@@ -216,8 +216,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             layout = storage.layout_for(kinds, nested_sizes(data.select(*stored), data.ndim))
         if (folded := default_keys.STEPS_TO_NEXT_OBS) in found and folded not in layout:
             raise ValueError(
-                f"steps must be single ones, got n-step transitions, with {folded!r}: collect without "
-                "MultiStep, and make the storage with n_step=."
+                f"steps must be single ones, got sums over several, with {folded!r}: pass n_step= here."
             )
         if not self._warned_of_lost and len(found) > len(layout.fields):
             self._warn_of_lost(found, layout)
@@ -267,7 +266,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if storage.layout is None:
             storage.lay_out(layout)
         if self._shared is not None:
-            block = self._cut_from_others(block)
+            self._cut_from_others(block)
         slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
         if gaps:
             gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
@@ -282,12 +281,11 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             )
         return torch.from_numpy(slots)
 
-    def _cut_from_others(self, block: Block) -> Block:
+    def _cut_from_others(self, block: Block) -> None:
         """Cuts lanes that another process has written: its environments are others."""
-        cut, own = block.cut.copy(), os.getpid()
-        cut[block.offsets[:-1][self._process[block.which] != own]] = True
+        own = os.getpid()
+        block.cut[block.offsets[:-1][self._process[block.which] != own]] = True
         self._process[block.which] = own
-        return block._replace(cut=cut)
 
     # As TorchRL's buffers ask
 
@@ -301,8 +299,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         lanes = torch.from_numpy(self._notes[1:3].copy())
         return {"write_count": self.write_count, "lanes": lanes}
 
-    def parsed(self, state: Any) -> Adopt:
+    def parsed(self, state: Any, more: int = 0) -> Adopt:
         """Returns a function that adopts a state.
+
+        Args:
+            state: of such a writer.
+            more: how many rows were written since, by a process that is gone with its trajectories.
 
         Raises:
             ValueError, TypeError: the state is not that of such a writer.
@@ -312,8 +314,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:
-            self._count[0], self._notes[1:3] = count, lanes
-            self._resumed_at = count
+            self._count[0] = self._resumed_at = count + more
+            if not more:
+                self._notes[1:3] = lanes
 
         return adopt
 
