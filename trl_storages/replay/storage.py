@@ -69,7 +69,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             one of your own must return slots of live rows.
         writer: which lanes there are, and how rows are written there; None writes to those of the
             storage.
-        transform: applied to each batch; TorchRL's, but `MultiStepTransform`, or functions of a batch.
+        transform: applied to each batch; TorchRL's, but `MultiStepTransform` and `CatFrames`, or
+            functions of a batch.
         sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
         batch_size: B; None requires it with each `sample`.
         recorder: how `record` reads a step; None takes the fields from the first step.
