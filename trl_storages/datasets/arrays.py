@@ -226,7 +226,7 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
 
     def add(key: NestedKey, values: Any) -> None:
         keys.check_free(key, (*fields, keys.DONE, keys.TERMINATED, keys.TRUNCATED))
-        array = np.asarray(values)
+        array = np.asarray(values.detach() if isinstance(values, torch.Tensor) else values)
         if not array.ndim or array.dtype.kind not in "biuf":
             got = arguments.shown(values)
             raise TypeError(f"data must be numbers, a row for each step, got {key!r}: {got}.")
