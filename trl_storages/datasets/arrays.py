@@ -123,8 +123,6 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
-    if not len(data):
-        raise ValueError("data must hold steps, got none.")
     if isinstance(data, Mapping):
         entries = entries_of(data, goal_fn)
     else:

@@ -23,6 +23,8 @@ __all__ = ["Directory"]
 
 #: Writes rows into an index and entries.
 Fill = Callable[[EpisodeIndex, HostRows], None]
+# Files of a directory beside its description and its rows.
+_BESIDE = (f"{NAME}.new", "lock")
 
 
 class Directory:
@@ -306,7 +308,7 @@ class Directory:
             self.check_writer()
         try:
             if not keep:
-                for name in (NAME, f"{NAME}.new", *_rows_in(self.path), "lock"):
+                for name in (NAME, *_rows_in(self.path), *_BESIDE):
                     (self.path / name).unlink(missing_ok=True)
                 with suppress(OSError):  # of what others keep there
                     self.path.rmdir()
@@ -395,6 +397,6 @@ def _check_free(path: Path, fresh: bool) -> None:
     found = {it.name for it in path.iterdir()}
     if NAME in found and fresh:
         return
-    if others := found - {"lock", f"{NAME}.new", *_rows_in(path)}:
+    if others := found - {*_rows_in(path), *_BESIDE}:
         instead = ", or be made fresh=True" if NAME in found else ""
         raise FileExistsError(f"{path} must be empty{instead}, got one with {sorted(others)[:5]}.")

@@ -51,7 +51,7 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
 
     What is `reopened` has the parameters that it is made with, and may have other parts. What writer and
     recorder know holds with the last row that they wrote only: of a writer that was killed after it the
-    environments are gone.
+    environments are gone, and the count of rows alone goes on.
     """
     parts, writer, recorder, generator, cursors = entries_of("a storage", state, _REST)
     own = storage.parts()
@@ -64,10 +64,13 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
     adopts.append(_parsed_generator(storage, generator))
     if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
         raise ValueError("cursors must be a list of whole numbers: nothing changed.")
-    more = int(storage.episodes.cursors.sum()) - sum(cursors) if reopened else 0
-    adopts.append(storage._writer.parsed(writer, more))
-    if not more:
-        adopts.append(storage._recorder.parsed(recorder))
+    if reopened and cursors != (now := storage.episodes.cursors.tolist()):
+        count = writer["write_count"] + sum(now) - sum(cursors)
+        writer, recorder = (
+            {**storage._writer.state(), "write_count": count},
+            storage._recorder.state(),
+        )
+    adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
     return joined(*adopts)
 
 

@@ -299,12 +299,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         lanes = torch.from_numpy(self._notes[1:3].copy())
         return {"write_count": self.write_count, "lanes": lanes}
 
-    def parsed(self, state: Any, more: int = 0) -> Adopt:
+    def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
-
-        Args:
-            state: of such a writer.
-            more: how many rows were written since, by a process that is gone with its trajectories.
 
         Raises:
             ValueError, TypeError: the state is not that of such a writer.
@@ -314,9 +310,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:
-            self._count[0] = self._resumed_at = count + more
-            if not more:
-                self._notes[1:3] = lanes
+            self._count[0], self._notes[1:3] = count, lanes
+            self._resumed_at = count
 
         return adopt
 
