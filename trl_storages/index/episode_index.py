@@ -210,9 +210,9 @@ class EpisodeIndex:
         for lane in np.flatnonzero(self.cursors).tolist():
             # As if all slots up to the end of the lane had been used.
             end = -(-int(self.cursors[lane]) // T) * T
-            place, ends = newest[lane : lane + 1] - lane * self.entries_per_lane, np.array([CUT])
+            place, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([CUT])
             last, begins = np.array([end - 1]), np.array([True])
-            self.set_lane(lane, last, place, begins, ends, first=end - 1, tail=end)
+            self.set_lane(lane, last, place, begins, ends, first=last[0], tail=end)
 
     def clear(self) -> None:
         """Begins anew, without steps."""

@@ -157,8 +157,9 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             place = head - 1 if how[i] == SAME else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
-                # It needs entries oldest - (k - 1) to oldest + 1, the new one head to place + 1.
-                if oldest + 1 < head or place + 1 < oldest - (k - 1):
+                # What is older than the beginning of these entries lies at head and behind. It needs
+                # entries from oldest - (k - 1) on, the new one those to place + 1.
+                if oldest < head or place + 1 < oldest - (k - 1):
                     break
                 tail += 1
                 slot = after(slot, T)
