@@ -157,8 +157,8 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             place = head - 1 if how[i] == SAME else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
-                # What is older than the beginning of these entries lies at head and behind. It needs
-                # entries from oldest - (k - 1) on, the new one those to place + 1.
+                # Steps before head came after the last return to the beginning and stay. Those behind
+                # need entries from oldest - (k - 1) on, the new row those to place + 1.
                 if oldest < head or place + 1 < oldest - (k - 1):
                     break
                 tail += 1

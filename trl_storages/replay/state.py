@@ -66,10 +66,8 @@ def parsed_rest(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
         raise ValueError("cursors must be a list of whole numbers: nothing changed.")
     if reopened and cursors != (now := storage.episodes.cursors.tolist()):
         count = writer["write_count"] + sum(now) - sum(cursors)
-        writer, recorder = (
-            {**storage._writer.state(), "write_count": count},
-            storage._recorder.state(),
-        )
+        writer = {**storage._writer.state(), "write_count": count}
+        recorder = storage._recorder.state()
     adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
     return joined(*adopts)
 
