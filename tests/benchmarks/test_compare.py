@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.benchmarks.compare import main
 
 ROOT = Path(__file__).parents[2]
@@ -15,9 +13,3 @@ def test_a_line_for_each_row_that_is_asked_for(capsys):
     assert head.split() == ["us", "a", "call", "old", "new", "ratio", "middle", "half"]
     assert [line.split()[0] for line in lines] == ["bytes", "all-four", "record"]
     assert all(float(number) > 0 for line in lines for number in line.split()[1:4])
-
-
-def test_rows_that_there_are_not_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main([str(ROOT), "nothing"])
-    assert "got nothing" in capsys.readouterr().err

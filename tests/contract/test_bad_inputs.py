@@ -449,6 +449,12 @@ PARTS = {
     "an unknown boundary": lambda: library.EpisodeSequence(3, boundary="wrap"),
     "a negative burn-in": lambda: library.EpisodeSequence(3, burn_in=-1),
     "a stack of one": lambda: library.FrameStack(1),
+    "stacks of no frames": lambda: library.FrameStack(2).frame_shape((0, 4)),
+    "stacks of three halves": lambda: library.FrameStack(2).frame_shape((3,)),
+    "stacks of more frames": lambda: library.FrameStack(2, -1).frame_shape((4, 6)),
+    "an observation that is called reward": lambda: library.ReplayStorage(
+        storage=library.PackedStorage(9)
+    ).record(seen := {"reward": 0.5}, 1, 0.0, False, False, {}, seen),
     "stacks of two and of three": lambda: make_of(
         gymnasium.spaces.Dict({str(k): gymnasium.spaces.Box(0, 1, (k,)) for k in (2, 3)}),
         gymnasium.spaces.Discrete(2),

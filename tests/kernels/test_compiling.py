@@ -53,3 +53,10 @@ def test_a_damaged_cache_is_made_anew(double, tmp_path, ending, content):
     again = double()
     assert again(np.ones(1)) == 2
     assert again.stats.cache_hits
+
+
+@compiles
+def test_a_fence_is_one_for_processor_and_compiler():
+    fenced = numba.njit(lambda: compile.fence())
+    fenced()
+    assert "fence seq_cst" in str(fenced.inspect_llvm())

@@ -128,7 +128,7 @@ class Arena:
     def take(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copies arrays of the same names, but for what is zero, which takes no memory."""
         for name, array in arrays.items():
-            to, source = self.arrays[name].reshape(-1), array.reshape(-1)
+            to, source = self.arrays[name].ravel(), array.ravel()
             for start in range(0, len(source), _CHUNK):
                 part = source[start : start + _CHUNK]
                 if part.any():

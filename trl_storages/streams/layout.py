@@ -168,7 +168,7 @@ class Layout:
     def places(self) -> np.ndarray:
         """Returns which word of the entries each word of a row is, from the first of its entry on."""
         W, older = self.entry_words, np.arange(1 - self.frames, 0)[:, None] * self.entry_words
-        frames = (older + np.arange(self.frame_words)).reshape(-1)
+        frames = (older + np.arange(self.frame_words)).ravel()
         after = np.append(frames, np.arange(self.observation_words)) + W
         return np.concatenate([frames, np.arange(W), after])
 
