@@ -307,8 +307,6 @@ def _fields(
     fields |= further
     # The first write fixes the layout of infos without a space.
     stored: dict[Any, Any] = {**dict.fromkeys(infos), **fields}
-    for key in stored:
-        keys.check_storable(key)
     for key, stack in stacks.items():
         stored[key] = stored[keys.next_key(key)] = (*fields[key], stack)
     return stored, [*infos, *(key for key in further if key != keys.REWARD)]

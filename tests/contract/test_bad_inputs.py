@@ -448,13 +448,11 @@ PARTS = {
     "sequences of nothing": lambda: library.EpisodeSequence(0),
     "an unknown boundary": lambda: library.EpisodeSequence(3, boundary="wrap"),
     "a negative burn-in": lambda: library.EpisodeSequence(3, burn_in=-1),
-    "a stack of one": lambda: library.FrameStack(1),
     "stacks of no frames": lambda: library.FrameStack(2).frame_shape((0, 4)),
     "stacks of three halves": lambda: library.FrameStack(2).frame_shape((3,)),
     "stacks of more frames": lambda: library.FrameStack(2, -1).frame_shape((4, 6)),
-    "an observation that is called reward": lambda: library.ReplayStorage(
-        storage=library.PackedStorage(9)
-    ).record(seen := {"reward": 0.5}, 1, 0.0, False, False, {}, seen),
+    "an observation that is called reward": lambda: step_of(seen={"reward": 0.5}),
+    "an observation that is called index": lambda: step_of(seen={"index": 0.5}),
     "stacks of two and of three": lambda: make_of(
         gymnasium.spaces.Dict({str(k): gymnasium.spaces.Box(0, 1, (k,)) for k in (2, 3)}),
         gymnasium.spaces.Discrete(2),
@@ -466,6 +464,11 @@ PARTS = {
     "no storages": lambda: library.ReplayStorageEnsemble(),
     "shares of others": lambda: library.ReplayStorageEnsemble(assemble(), shares=(0.5, 0.5)),
 }
+
+
+def step_of(seen):
+    storage = library.ReplayStorage(storage=library.PackedStorage(9))
+    storage.record(seen, 1, 0.0, False, False, {}, seen)
 
 
 def filled(**parts):

@@ -181,11 +181,17 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             self.lay_out(layout)
 
     def layout_for(self, found: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> Layout:
-        """Returns the layout; of a first write with these fields, key -> (dtype, shape)."""
+        """Returns the layout; of a first write with these fields, key -> (dtype, shape).
+
+        Raises:
+            ValueError: one has a name that sampling sets.
+        """
         if self.layout is not None:
             return self.layout
-        kinds = {key: kind or found[key] for key, kind in self.fields.items()}
-        return Layout(kinds or found, nested or self.nested)
+        kinds = {key: kind or found[key] for key, kind in self.fields.items()} or found
+        for key in kinds:
+            keys.check_storable(key)
+        return Layout(kinds, nested or self.nested)
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""

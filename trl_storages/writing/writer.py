@@ -208,8 +208,6 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if layout is None:
             every = [key for key in found if key not in _OF_BATCHES]
             stored = self.keys or [*storage.fields] or every
-            for key in stored:
-                default_keys.check_storable(key)
             if missing := [key for key in stored if key not in found]:
                 raise KeyError(f"the data must hold {missing}, it has {sorted(found, key=str)}.")
             kinds = {key: (found[key].dtype, found[key].shape[data.ndim :]) for key in stored}
