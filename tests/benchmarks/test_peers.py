@@ -136,16 +136,6 @@ def test_what_is_stored_once_is_drawn_as_it_was_written(name, work):
     assert_as_stored(batch, columns, rows, {"observation", "next_observation", "action"})
 
 
-def test_stacks_slide_within_an_episode_and_begin_with_one_frame():
-    columns = stacked_columns(150)
-    seen, following, done = (columns[n] for n in ("observation", "next_observation", "done"))
-
-    np.testing.assert_array_equal(following[:, :3], seen[:, 1:])
-    np.testing.assert_array_equal(following[:-1][~done[:-1]], seen[1:][~done[:-1]])
-    begins = np.roll(done, 1)
-    np.testing.assert_array_equal(seen[begins], seen[begins][:, -1:].repeat(4, 1))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "work", ["uniform", "her", "her_n_step", "everything", "n_step", "priorities", "recent"]

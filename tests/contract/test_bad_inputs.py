@@ -420,7 +420,6 @@ PARTS = {
     "no space": lambda: library.UniformReplayStorage(5, SPACES[1]),
     "a text": lambda: library.UniformReplayStorage(gymnasium.spaces.Text(3), SPACES[1]),
     "an empty dict": lambda: library.UniformReplayStorage(gymnasium.spaces.Dict({}), SPACES[1]),
-    "no capacity": lambda: library.PackedStorage(0),
     "no storage": lambda: library.ReplayStorage(storage=5),
     "an option of a part that is not made": lambda: make(discount=5.0),
     "a class as sampler": lambda: assemble(sampler=5),
