@@ -399,7 +399,7 @@ OPTIONS = {
     "autoreset_mode": ["sometimes", 5],
     "on_gap": ["stop", 5],
     "frame_stack": [1, 0, 1.5, "x"],
-    "info_keys": [5, "word", {"action": gymnasium.spaces.Box(-1, 1, (2,))}],
+    "info_keys": [5, "word", ["index"], {"action": gymnasium.spaces.Box(-1, 1, (2,))}],
     "extra_fields": [5, {"x": 3}, {"action": (torch.float32, (2,))}, {"index": (torch.int64, ())}],
     "unknown": [1],
 }

@@ -102,6 +102,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._max_entries = max_entries
         #: As given.
         self.fields, self.nested = dict(fields or {}), nested
+        for key in self.fields:
+            keys.check_storable(key)
         # Whether it was said that there are not entries enough for any rows.
         self._is_warned = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -188,10 +190,10 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """
         if self.layout is not None:
             return self.layout
-        kinds = {key: kind or found[key] for key, kind in self.fields.items()} or found
-        for key in kinds:
+        for key in found:
             keys.check_storable(key)
-        return Layout(kinds, nested or self.nested)
+        kinds = {key: kind or found[key] for key, kind in self.fields.items()}
+        return Layout(kinds or found, nested or self.nested)
 
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
