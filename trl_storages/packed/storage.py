@@ -22,6 +22,7 @@ from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps, memory
 from trl_storages.packed.memory import Memory
+from trl_storages.packed.view import StorageView
 from trl_storages.states import Adopt, State
 from trl_storages.streams import HostRows
 from trl_storages.streams.layout import Block, Layout, Nested
@@ -96,8 +97,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         num_envs = 1 if num_envs is None else num_envs
         # TorchRL's tensors have no part in it, but that its buffers know how to collate what it returns.
         Storage.__init__(self, max_size)
-        #: Whether a `ReplayStorage` draws, which hands rows to transforms as a TorchRL buffer does not.
-        self.is_replayed = False
         self._given_size = self.max_size
         self._max_entries = max_entries
         #: As given.
@@ -123,6 +122,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.rows: Any = place.rows
         self.layout: Any = place.layout
         self.max_size = self.episodes.capacity
+        self._view = StorageView(place, self.device)
 
     def _found(self, mode: str) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
@@ -292,7 +292,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def state(self) -> State:
         """Returns what is saved of the rows; see `packed.dumps`. In memory they are shared."""
-        self.look()
+        self.view()
         return dumps.packed(self.place)
 
     def parsed(self, state: Any, rest: Any = None) -> Adopt:
@@ -378,30 +378,17 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Flushes, and lets another process write; rows are read still. Without `keep` they go."""
         self.place.close(state, keep=keep)
 
-    def look(self) -> np.ndarray | None:
-        """Looks, before rows are read, for what another process has done to the directory.
+    def view(self) -> StorageView:
+        """Returns the transitions as of now.
 
-        That may replace `episodes`, `rows` and `layout`: fetch those afterwards.
-
-        Returns:
-            `[E]` the cursors now, which `gave_way` takes; None if no other process writes.
+        If another process has replaced the directory's contents, `episodes`, `rows` and `layout` are
+        those of the new contents afterwards.
         """
-        place = self.place
-        if place.is_writer:
-            return None
-        if (newest := place.newest()) is not place:
+        if self.place.is_writer:
+            return self._view
+        if (newest := self.place.newest()) is not self.place:
             self._take(newest)
-        return self.episodes.cursors.copy()
-
-    def gave_way(self, seen: np.ndarray, slots: torch.Tensor) -> torch.Tensor:
-        """Returns which rows may have been overwritten while they were read, `[*B]` bool.
-
-        Args:
-            seen: what `look` returned before.
-            slots: `[*B]` that were read.
-        """
-        flat = slots.reshape(-1)
-        return self.episodes.stale(flat, self.episodes.steps_of(flat, seen)).view(slots.shape)
+        return StorageView(self.place, self.device, self.episodes.cursors.copy())
 
     def validate(self) -> None:
         """Raises a RuntimeError or ValueError if tables contradict one another, or rows are damaged."""
@@ -409,7 +396,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def __getstate__(self) -> State:
         """Returns what makes a copy, with rows as a `Memory` or `Directory` is copied."""
-        own = ("episodes", "rows", "layout")
+        own = ("episodes", "rows", "layout", "_view")
         return {name: it for name, it in Storage.__getstate__(self).items() if name not in own}
 
     def __setstate__(self, state: State) -> None:
@@ -427,29 +414,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             IndexError: a slot holds no live row.
         """
-        slots, seen = torch.as_tensor(index, dtype=torch.int64, device="cpu"), self.look()
-        self.episodes.check_live(slots.reshape(-1))
-        batch, gone = self.read(slots, seen)
-        if gone is not None and gone.any():
-            raise IndexError(
-                "slots must hold live rows, got some that gave way while they were read."
-            )
+        slots, view = torch.as_tensor(index, dtype=torch.int64, device="cpu"), self.view()
+        view.episodes.check_live(slots.reshape(-1))
+        batch, overwritten = view.read(slots), view.overwritten(slots)
+        if overwritten is not None and overwritten.any():
+            raise IndexError("some of the slots were overwritten while they were read.")
         return batch
-
-    def read(
-        self, slots: torch.Tensor, seen: np.ndarray | None
-    ) -> tuple[TensorDict, torch.Tensor | None]:
-        """Returns the rows in slots `[*B]` that were live when `look` returned `seen`, and `gave_way`.
-
-        Raises:
-            EmptyError: there are no fields yet.
-        """
-        if self.rows is None:
-            self.episodes.check_filled()
-        at = self.rows.entries_of(slots.reshape(-1))
-        rows = self.rows.gather(at, at).view(*slots.shape, self.layout.row_words)
-        batch = self.layout.tensordict(rows)
-        return batch, None if seen is None else self.gave_way(seen, slots)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Raises: rows are written in the order of their lanes, by an `EpisodeWriter`."""

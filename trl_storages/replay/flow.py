@@ -21,21 +21,20 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules, refuse_stock
-from trl_storages.packed import PackedStorage, RowView
+from trl_storages.packed import BatchRows, PackedStorage, StorageView
 from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
 from trl_storages.transforms import ReplayTransform, parts_of
 
 __all__ = ["Ahead", "Flow", "draw_episodes", "read"]
 
 Entries = dict[Any, torch.Tensor]
-#: A batch, what sampler and sample unit say of its rows, and all slots that were read, `[*, B]` each.
-Batch = tuple[TensorDictBase, Entries, list[torch.Tensor]]
 
 
 class Flow:
-    """What a batch goes through, told apart once: our transforms see rows, TorchRL's see TensorDicts.
+    """The steps that make a batch: our transforms see rows, TorchRL's see TensorDicts.
 
     Args:
+        storage: holds the rows.
         sampler: draws slots; those of a sampler of the user's are checked.
         unit: expands them; None leaves them.
         transform: all transforms.
@@ -46,16 +45,22 @@ class Flow:
     Attributes:
         transforms: the transforms by name; others may be added to the `Compose` itself.
         num_transforms: how many there were.
-        num_steps: how many rows of a batch belong together, one behind another.
         others: the transforms that know batches alone.
     """
 
-    def __init__(self, sampler: Sampler, unit: EpisodeSequence | None, transform: Compose) -> None:
+    def __init__(
+        self,
+        storage: PackedStorage,
+        sampler: Sampler,
+        unit: EpisodeSequence | None,
+        transform: Compose,
+    ) -> None:
+        self._storage = storage
         layers = sampler.layers if isinstance(sampler, OwnSampler) else []
         self._slots: Callable[..., tuple[torch.Tensor, Entries]] = (
-            sampler.sample if layers else partial(_live, sampler)
+            sampler.sample_view if layers else partial(_live, sampler, storage)
         )
-        self._unit, self.num_steps = unit, 1 if unit is None else unit.num_steps
+        self._unit = unit
         parts = parts_of(transform)
         # The public accessors of a module take several times as long.
         self.transforms = transform._modules["transforms"]._modules
@@ -66,82 +71,79 @@ class Flow:
         written = [part.goal_key for part in replayed if part.uses_goals]
         drawn = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
         self._unwritten = [] if None in written else [key for key in drawn if key not in written]
-        self._prepares = [part.prepare for part in replayed]
+        # Most parts need no further transitions.
+        idle = ReplayTransform.prepare
+        self._prepares = [part.prepare for part in replayed if type(part).prepare is not idle]
         self._replays = [
             part.replay if isinstance(part, ReplayTransform) else partial(_transform, part)
             for part in parts
         ]
 
-    def draw(self, storage: PackedStorage, batch_size: int) -> Batch:
-        """Draws a batch `[B]`.
+    def sample(self, batch_size: int) -> tuple[TensorDictBase, Entries, torch.Tensor | None]:
+        """Samples a batch `[B]`.
 
         Returns:
-            the batch, the entries of sampler and sample unit, and all slots that were read.
+            the batch; the entries of sampler and sample unit; and which samples `[B]` another process has
+            overwritten meanwhile, None if no other process writes.
 
         Raises:
             RuntimeError: the storage is empty, or the sampler draws goals that no transform writes.
         """
-        slots, info = self._slots(storage, batch_size)
+        view = self._storage.view()
+        slots, info = self._slots(view, batch_size)
         if self._unwritten:
             raise RuntimeError(
                 f"the goals {self._unwritten} that are drawn must be written by a transform: pass "
                 "transform=GoalRelabel(reward_fn), with the goal_key of the sampler."
             )
         if self._unit is not None:
-            slots, info = self._unit.expand(slots, info, storage)
+            slots, info = self._unit.expand(slots, info, view)
         info[keys.INDEX] = slots
-        rows = RowView(storage, slots, info)
+        rows = BatchRows(view, slots, info)
         for prepare in self._prepares:
             prepare(rows)
         for replay in self._replays:
             replay(rows)
-        return rows.tensordict(), info, rows.slots_read
+        batch = rows.tensordict()
+        return batch, info, None if view.is_exclusive else self._torn(view, len(slots))
 
-    def draw_beside_writer(
-        self, storage: PackedStorage, batch_size: int
-    ) -> tuple[TensorDictBase, Entries]:
-        """Draws a batch, all rows of which were live until all that they need was read.
+    def _torn(self, view: StorageView, batch_size: int) -> torch.Tensor:
+        """Returns which samples `[B]` were overwritten; the steps of a sequence belong together."""
+        S = 1 if self._unit is None else self._unit.num_steps
+        return view.torn(batch_size).view(-1, S).any(1).repeat_interleave(S)
 
-        Those that were not come from further batches. So a reader gets on, however fast the writer is.
+    def sample_complete(self, batch_size: int) -> tuple[TensorDictBase, Entries]:
+        """Samples a batch, and replaces samples that another process overwrites meanwhile.
+
+        They are replaced by those of further batches, so that a reader makes progress however fast the
+        writer is.
         """
-        batch, info, gone = self._draw_and_look(storage, batch_size)
-        while gone.any():
-            other, others, is_gone = self._draw_and_look(storage, batch_size)
-            if len(gone) != batch.numel():  # a transform has made something else of the rows
-                batch, info, gone = other, others, is_gone
+        batch, info, torn = self.sample(batch_size)
+        while torn is not None and torn.any():
+            other, others, is_torn = self.sample(batch_size)
+            if is_torn is None or len(torn) != batch.numel():
+                # This process writes now, or a transform has changed the number of samples.
+                batch, info, torn = other, others, is_torn
                 continue
-            taken = gone & ~is_gone
+            taken = torn & ~is_torn
             batch = torch.where(taken.view(batch.batch_size).to(other.device), other, batch)
             for key, value in info.items():
                 info[key] = torch.where(expand_as_right(taken, value), others[key], value)
-            gone &= ~taken
+            torn &= ~taken
         return batch, info
-
-    def _draw_and_look(self, storage: PackedStorage, batch_size: int) -> tuple[Any, Entries, Any]:
-        """Draws a batch, and says of which of its rows `[B]` something may have given way."""
-        seen: Any = storage.look()
-        batch, info, slots = self.draw(storage, batch_size)
-        found = torch.zeros_like(slots[0], dtype=torch.bool)
-        for read in slots:
-            gone = storage.gave_way(seen, read)
-            # What was read of other rows may have been for any.
-            is_of_rows = gone.shape[-1:] == found.shape
-            found |= gone.reshape(-1, len(found)).any(0) if is_of_rows else gone.any()
-        # The rows of a sequence belong together.
-        S = self.num_steps
-        return batch, info, found.view(-1, S).any(1).repeat_interleave(S)
 
 
 def _live(
-    sampler: Sampler, storage: PackedStorage, batch_size: int
+    sampler: Sampler, storage: PackedStorage, view: StorageView, batch_size: int
 ) -> tuple[torch.Tensor, Entries]:
     """Draws by a sampler of the user's.
 
     Raises:
         RuntimeError: the storage is empty.
-        IndexError: a slot holds no row, nor did when the draw began: rows that gave way are seen later.
+        IndexError: a slot holds no row, nor did when the draw began: rows that are overwritten meanwhile
+            are found by the view.
     """
-    index = storage.episodes
+    index = view.episodes
     index.check_filled()
     tails = index.tails.copy()
     slots, info = sampler.sample(storage, batch_size)
@@ -150,7 +152,7 @@ def _live(
     return slots, {key: torch.as_tensor(value, device="cpu") for key, value in info.items()}
 
 
-def _transform(part: Transform, rows: RowView) -> None:
+def _transform(part: Transform, rows: BatchRows) -> None:
     with dispatch_td_nn_modules(True):
         rows.transform(part)
 
@@ -165,10 +167,10 @@ def read(storage: PackedStorage, index: Any) -> Any:
     if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
         return read(storage, slice(None))[index]
     if isinstance(index, slice):
-        seen = storage.look()
-        by_age = storage.episodes.slots_by_age().numpy()
-        batch, gone = storage.read(torch.from_numpy(by_age[index].copy()), seen)
-        return batch if gone is None else batch[~gone]
+        view = storage.view()
+        slots = torch.from_numpy(view.episodes.slots_by_age().numpy()[index].copy())
+        batch, overwritten = view.read(slots), view.overwritten(slots)
+        return batch if overwritten is None else batch[~overwritten]
     if isinstance(index, tuple):
         raise TypeError(
             f"an index must be a slice, an int, a list, a mask, integer slots or a key, got {index!r}."
@@ -183,7 +185,7 @@ def draw_episodes(
 ) -> TensorDictBase:
     """Draws whole, finished episodes `[n, T]`, padded with zeros where the mask says so.
 
-    Those that gave way while they were read are drawn again.
+    Episodes that were overwritten while they were read are drawn again.
     """
     parts: list[TensorDictBase] = []
     while (missing := n - sum(map(len, parts))) > 0:
@@ -197,18 +199,19 @@ def draw_episodes(
 def _draw_episodes(
     storage: PackedStorage, n: int, generator: torch.Generator | None
 ) -> TensorDictBase:
-    """Returns those of n drawn episodes that did not give way meanwhile."""
-    seen, episodes = storage.look(), storage.episodes
+    """Returns those of n drawn episodes that were not overwritten while they were read."""
+    view = storage.view()
+    episodes = view.episodes
     first = episodes.random_episodes(n, generator)
     length = episodes.ahead(first) + 1
     step = torch.arange(int(length.max()), device="cpu").expand(n, -1)
     offset = step.minimum(length[:, None] - 1)
     slots = episodes.shift(first[:, None], offset)
-    batch, gone = storage.read(slots, seen)
+    batch, overwritten = view.read(slots), view.overwritten(slots)
     mask = (step < length[:, None]).to(storage.device)
     batch = batch.masked_fill_(~mask, 0)
     batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
-    return batch if gone is None else batch[~gone.any(1)]
+    return batch if overwritten is None else batch[~overwritten.any(1)]
 
 
 class Ahead(deque[Future[Any]]):

@@ -23,7 +23,7 @@ _REST = ("parts", "writer", "recorder", "generator", "cursors")
 def rest_of(storage: Any) -> State:
     """Returns the state of all of a `ReplayStorage` but its rows."""
     if (prioritized := storage._prioritized) is not None:
-        prioritized.priorities_of(storage._storage)  # rows that are new get their priorities
+        prioritized.priorities_of(storage._storage.view())  # rows that are new get their priorities
     generator = storage._rng
     return {
         "parts": [_state_of_part(part) for part in storage.parts()],

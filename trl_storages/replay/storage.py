@@ -167,8 +167,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
         writer.register_storage(storage)
         if (prioritized := self._prioritized) is not None:
-            prioritized.priorities_of(storage)
-        storage.is_replayed = True
+            prioritized.priorities_of(storage.view())
         self.share(shared)
         # A directory is made when all else has been checked.
         storage.prepare()
@@ -242,8 +241,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def __len__(self) -> int:
         with self._replay_lock:
-            self._storage.look()
-            return len(self.episodes)
+            return len(self._storage.view().episodes)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
@@ -514,16 +512,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        flow, storage = self._current_flow(), self._storage
-        # Whoever else writes to memory waits for the locks.
-        if storage.place.is_writer:
-            return flow.draw(storage, batch_size)[:2]
-        return flow.draw_beside_writer(storage, batch_size)
+        return self._current_flow().sample_complete(batch_size)
 
     def _current_flow(self) -> Flow:
         flow = self._flow
         if flow is None or len(flow.transforms) != flow.num_transforms:
-            flow = self._flow = Flow(self._sampler, self._unit, self._transform)
+            flow = self._flow = Flow(self._storage, self._sampler, self._unit, self._transform)
         return flow
 
     def _draw_ahead(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
@@ -635,7 +629,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         sampler = own_sampler(sampler)
         with self._replay_lock, self._write_lock:
             if (prioritized := _prioritized(sampler)) is not None:
-                prioritized.priorities_of(self._storage)
+                prioritized.priorities_of(self._storage.view())
             previous, self._sampler, self._flow = self._sampler, sampler, None
             sampler._rng = self._rng
         return previous
@@ -811,7 +805,6 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         self.__dict__.update(state)
         self._replay_lock = threading.RLock()
         self._prefetch_queue = Ahead(self._draw_ahead, prefetch)
-        self._storage.is_replayed = True  # a copy of a directory knows nothing of the storage
         if rest is not None:
             parsed_rest(self, pickle.loads(rest))()
 

@@ -18,7 +18,7 @@ from trl_storages import arguments
 from trl_storages._torchrl import refuse_stock
 from trl_storages.arguments import Strict
 from trl_storages.index import EpisodeIndex
-from trl_storages.packed import PackedStorage
+from trl_storages.packed import PackedStorage, StorageView
 from trl_storages.states import Adopt, State, entries_of, joined
 
 __all__ = ["Drawn", "OwnSampler", "UniformSampler", "WrappingSampler", "layers_of", "own_sampler"]
@@ -49,38 +49,48 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
     def sample(
         self, storage: PackedStorage, batch_size: int
     ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
-        """Draws a batch.
-
-        Args:
-            storage: holds the rows.
-            batch_size: B.
-
-        Returns:
-            `[B]` int64 slots, and the entries of the batch that go with them, on the host.
+        """Samples a batch for one of TorchRL's buffers; see `sample_view`.
 
         Raises:
             RuntimeError: the storage is empty.
-            TypeError: it is another storage, which knows no episodes.
+            TypeError: the storage is not a `PackedStorage`.
         """
-        if not isinstance(storage, PackedStorage):
-            arguments.instance("storage", storage, PackedStorage)
-        storage.episodes.check_filled()
+        return self.sample_view(
+            arguments.instance("storage", storage, PackedStorage).view(), batch_size
+        )
+
+    def sample_view(
+        self, view: StorageView, batch_size: int
+    ) -> tuple[torch.Tensor, dict[Any, torch.Tensor]]:
+        """Samples a batch.
+
+        Args:
+            view: the storage as of now.
+            batch_size: B.
+
+        Returns:
+            `[B]` int64 slots, and the sampler's entries of the batch, on the host.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        view.episodes.check_filled()
         noise = np.empty((self.num_draws, batch_size), np.int64)
         torch.from_numpy(noise).random_(generator=self._rng)
-        slots, info = self.draw(storage, noise, None)
+        slots, info = self.draw(view, noise, None)
         tensors = map(torch.from_numpy, info.values())
         return torch.from_numpy(slots), dict(zip(info, tensors, strict=True))
 
-    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws a batch by some random numbers.
+    def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
+        """Chooses the transitions of a batch by random numbers.
 
         Args:
-            storage: holds the rows, at least one.
+            view: the storage as of now, which is not empty.
             noise: `[D, B]` int64 random numbers, uniform from 0 to 2^63 - 1.
             window: how many of the newest steps of each lane to draw from; None is all.
 
         Returns:
-            As `sample`, but arrays.
+            As `sample_view`, but arrays.
         """
         raise NotImplementedError
 
@@ -190,17 +200,17 @@ class UniformSampler(OwnSampler):
         """Whether rows are drawn in epochs."""
         return self._is_by_epoch
 
-    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
+    def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots, and no entries.
 
         Raises:
             ValueError: there is a window, and rows are drawn without replacement.
         """
         if not self._is_by_epoch:
-            return storage.episodes.draw(noise[0], window), {}
+            return view.episodes.draw(noise[0], window), {}
         if window is not None:
             raise ValueError("UniformSampler(without_replacement=True) draws from all rows only.")
-        return self._go_on(storage.episodes, noise[0]), {}
+        return self._go_on(view.episodes, noise[0]), {}
 
     def _go_on(self, index: EpisodeIndex, noise: np.ndarray) -> np.ndarray:
         """Draws the next rows of the epoch, and of others where they are not enough."""

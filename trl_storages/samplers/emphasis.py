@@ -23,7 +23,7 @@ from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 from trl_storages import arguments
 from trl_storages.arguments import Checked
 from trl_storages.index import EpisodeIndex
-from trl_storages.packed import PackedStorage
+from trl_storages.packed import StorageView
 from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler, layers_of
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.states import Adopt, State, entries_of
@@ -142,9 +142,9 @@ class ERESampler(WrappingSampler):
         rows = episodes.capacity if self.reference == "capacity" else stored
         return min(max(int(rows * self.eta ** (1000 * share)), self.c_min), stored)
 
-    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
+    def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update, as its base does in the window."""
-        index, phase = storage.episodes, self._phase
+        index, phase = view.episodes, self._phase
         epoch, written = index.epoch, int(index.cursors.sum())
         if phase.epoch not in (None, epoch):
             self._phase = phase = _Phase()
@@ -153,7 +153,7 @@ class ERESampler(WrappingSampler):
             self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
         phase.epoch, phase.written = epoch, written
         phase.update += 1
-        return self._base.draw(storage, noise, index.window_of(self.window(index)))
+        return self._base.draw(view, noise, index.window_of(self.window(index)))
 
     def _empty(self) -> None:
         super()._empty()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import Checked
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
-from trl_storages.packed import PackedStorage
+from trl_storages.packed import PackedStorage, StorageView
 from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
@@ -141,24 +141,23 @@ class HERSampler(WrappingSampler):
         """Which goal of the batch is drawn."""
         return self._goal_key
 
-    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
+    def sample(self, storage: PackedStorage, batch_size: int) -> NoReturn:
+        """Raises a RuntimeError: TorchRL's buffers cannot pass drawn goals to a transform."""
+        raise RuntimeError(
+            "HERSampler works in a ReplayStorage only, as TorchRL's buffers cannot pass drawn goals to a "
+            "transform: use ReplayStorage(storage=..., sampler=HERSampler(), "
+            "transform=GoalRelabel(reward_fn))."
+        )
+
+    def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws transitions and their goal rows.
 
         Returns:
             `[B]` int64 slots, and the base's entries with `goal_index`, `[B]` int64 slots (the row's own
             slot if it is not relabelled), and `her_mask`, `[B]` bool; with another `goal_key` both are
             named after it.
-
-        Raises:
-            RuntimeError: it is the storage of another buffer than a `ReplayStorage`.
         """
-        if not storage.is_replayed:
-            raise RuntimeError(
-                "HERSampler draws goals that a transform of a ReplayStorage must write, got another "
-                "buffer, which hands them to none: use ReplayStorage(storage=..., "
-                "sampler=HERSampler(), transform=GoalRelabel(reward_fn))."
-            )
-        slots, info = self._base.draw(storage, noise[1:], window)
+        slots, info = self._base.draw(view, noise[1:], window)
         own, strategy = noise[0], self.strategy
         mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)
         if len(own) > 1:
@@ -168,7 +167,7 @@ class HERSampler(WrappingSampler):
         is_geometric = "geometric" in dict(mixture)
         steps = _geometric_steps(own, self.discount) if is_geometric else None
         index_key, mask_key = self._entries
-        info[index_key] = storage.episodes.goals(slots, own, kinds, steps)
+        info[index_key] = view.episodes.goals(slots, own, kinds, steps)
         info[mask_key] = kinds > 0
         return slots, info
 

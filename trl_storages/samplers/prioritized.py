@@ -16,7 +16,7 @@ from torchrl.data import PrioritizedSampler
 from trl_storages import arguments, keys
 from trl_storages.arguments import Checked, warn_caller
 from trl_storages.kernels import tree
-from trl_storages.packed import PackedStorage
+from trl_storages.packed import PackedStorage, StorageView
 from trl_storages.samplers.base import Drawn, OwnSampler
 from trl_storages.states import Adopt, State, entries_of
 
@@ -116,36 +116,37 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         # The largest priority so far, for the priorities to be made; None is not known.
         self._largest: float | None = None
 
-    def priorities_of(self, storage: PackedStorage) -> Priorities:
-        """Returns the priorities of a storage's rows, which know all of them.
+    def priorities_of(self, view: StorageView) -> Priorities:
+        """Returns the priorities of all transitions, up to date with a view.
 
         Raises:
             ValueError: the storage has more slots than `max_capacity`.
         """
-        known, made_for = self._priorities, (self.alpha, self.eps, storage.place.is_writer)
-        if known is None or known.index is not storage.episodes:
-            if storage.max_size > self._max_capacity:
+        known, index = self._priorities, view.episodes
+        made_for = self.alpha, self.eps, view.is_exclusive
+        if known is None or known.index is not index:
+            if index.capacity > self._max_capacity:
                 raise ValueError(
-                    f"max_capacity must be at least that of the storage, {storage.max_size}, got "
+                    f"max_capacity must be at least that of the storage, {index.capacity}, got "
                     f"{self._max_capacity}."
                 )
-            self._priorities = known = Priorities(storage, self.alpha, self.eps, self._largest)
+            self._priorities = known = Priorities(view, self.alpha, self.eps, self._largest)
             self._largest = None
-        elif (known.alpha, known.eps, known.is_own) != made_for:
-            self._priorities = known = Priorities(storage, self.alpha, self.eps, known.largest)
+        elif (known.alpha, known.eps, known.can_set) != made_for:
+            self._priorities = known = Priorities(view, self.alpha, self.eps, known.largest)
         known.catch_up()
         return known
 
-    def draw(self, storage: PackedStorage, noise: np.ndarray, window: int | None) -> Drawn:
+    def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots in proportion to their priorities.
 
         Returns:
             `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
         """
-        priorities = self.priorities_of(storage)
+        priorities = self.priorities_of(view)
         # Who only reads a directory has no say.
         is_missed = priorities.num_batches == _FORGOTTEN and not priorities.largest
-        if is_missed and storage.place.is_writer:
+        if is_missed and view.is_exclusive:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
                 "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
@@ -153,12 +154,12 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
             )
         slots, weights, total, ranges = priorities.draw(noise[0], window)
         if self.normalize == "none":
-            within = storage.episodes.steps_per_lane if window is None else window
-            top = total / storage.episodes.fill.clip(max=within).sum()
+            within = view.episodes.steps_per_lane if window is None else window
+            top = total / view.episodes.fill.clip(max=within).sum()
         else:
             top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((top / weights) ** self.beta).astype(np.float32)
-        stamp = storage.episodes.steps_of(slots)
+        stamp = view.episodes.steps_of(slots)
         return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
 
     @property
@@ -215,7 +216,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         storage.place.check_writer()
         at = arguments.slots(slots).numpy().reshape(-1)
         values = checked_priorities(priority, len(at))
-        known = self.priorities_of(storage)
+        known = self.priorities_of(storage.view())
         if steps is None:
             taken = storage.episodes.steps_of(at.clip(0, storage.max_size - 1))
         else:
@@ -256,20 +257,18 @@ class Priorities:
     slot that is written holds 0; whatever can't be a priority counts as 0, as it may come from a file.
 
     Args:
-        storage: holds the rows.
+        view: of the storage.
         alpha, eps: of the weights.
         largest: the largest raw priority that was ever reported, 0 if none was; what new rows got does
             not count. None takes it from the rows, as does who follows another process.
     """
 
-    def __init__(
-        self, storage: PackedStorage, alpha: float, eps: float, largest: float | None
-    ) -> None:
-        index = self.index = storage.episodes
+    def __init__(self, view: StorageView, alpha: float, eps: float, largest: float | None) -> None:
+        index = self.index = view.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
         #: Whether this process may set them.
-        self.is_own = storage.place.is_writer
+        self.can_set = view.is_exclusive
         # What was seen of them, and the number of updates until then.
         self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
         self.starts = tree.level_starts(index.capacity)
@@ -278,7 +277,7 @@ class Priorities:
         self._least: np.ndarray | None = None
         # What was taken in of the index, a `Seen`.
         self._seen: Any = None
-        if largest is None or not self.is_own:
+        if largest is None or not self.can_set:
             largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before one is set.
         self.largest = largest
@@ -315,8 +314,8 @@ class Priorities:
             return
         of_weights = self.of_new, self.alpha, self.eps
         table = self.sums, self.starts
-        tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.is_own)
-        if self.is_own:
+        tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.can_set)
+        if self.can_set:
             self.index.num_updates[0] += 1
             self._num_updates += 1
         self._set_least(slots)

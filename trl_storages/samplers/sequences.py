@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data.replay_buffers.sample_units import Sequence
 
 from trl_storages import arguments, keys
-from trl_storages.packed import PackedStorage
+from trl_storages.packed import PackedStorage, StorageView
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
@@ -84,7 +84,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         return self.burn_in + self.length + self.bootstrap
 
     def expand(
-        self, index: Tensor, info: dict[str, Any], storage: PackedStorage
+        self, index: Tensor, info: dict[str, Any], storage: PackedStorage | StorageView
     ) -> tuple[Tensor, dict[str, Any]]:
         """Expands anchors into consecutive sequences.
 

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.arguments import Strict
-from trl_storages.packed import RowView
+from trl_storages.packed import BatchRows
 
 __all__ = ["ReplayTransform", "parts_of"]
 
@@ -32,10 +32,10 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     uses_goals = False
     goal_key: Any = None
 
-    def prepare(self, rows: RowView) -> None:
+    def prepare(self, rows: BatchRows) -> None:
         """Says what further rows it needs, as by `rows.widen`, before any transform replays."""
 
-    def replay(self, rows: RowView) -> None:
+    def replay(self, rows: BatchRows) -> None:
         """Changes the drawn rows.
 
         Args:

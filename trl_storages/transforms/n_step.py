@@ -16,7 +16,7 @@ from trl_storages import arguments, keys
 from trl_storages.arguments import Checked
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
-from trl_storages.packed import RowView
+from trl_storages.packed import BatchRows
 from trl_storages.streams.device_rows import sent
 from trl_storages.transforms.base import ReplayTransform
 
@@ -95,7 +95,7 @@ class NStep(ReplayTransform):
         self.reward_key, self.terminated_key = reward_key, terminated_key
         self.steps_to_next_obs_key = steps_to_next_obs_key
 
-    def prepare(self, rows: RowView) -> None:
+    def prepare(self, rows: BatchRows) -> None:
         """Opens the window.
 
         Raises:
@@ -109,7 +109,7 @@ class NStep(ReplayTransform):
             )
         rows.widen(self.n_step)
 
-    def replay(self, rows: RowView) -> None:
+    def replay(self, rows: BatchRows) -> None:
         """Folds the windows.
 
         Raises:
@@ -136,7 +136,7 @@ class NStep(ReplayTransform):
         for key in changes:
             if key[0] == "next" and key != self.reward_key:
                 rows[key] = _of_row(window[key], lengths - 1)
-        rows.window = None
+        rows.steps, rows.window, rows.has_returns = rows, None, True
         size = rewards.shape[1:]
         counts = lengths.view(-1, *(1,) * (len(size) - 1))
         if size.numel() != size[0]:

@@ -18,7 +18,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, TransformedEnv
 from trl_storages import arguments, keys
 from trl_storages.arguments import Unsaved
 from trl_storages.functional import relabelled_dtype
-from trl_storages.packed import PackedStorage, RowView
+from trl_storages.packed import BatchRows, PackedStorage, Rows
 from trl_storages.transforms.base import ReplayTransform
 
 __all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit", "gym_reward"]
@@ -127,7 +127,7 @@ class GoalRelabel(ReplayTransform):
         """Further entries passed to the functions."""
         return self._info_keys
 
-    def replay(self, rows: RowView) -> None:
+    def replay(self, rows: BatchRows) -> None:
         """Relabels the goals, and recomputes rewards and flags.
 
         Raises:
@@ -138,7 +138,7 @@ class GoalRelabel(ReplayTransform):
                 return bool.
             RuntimeError: an `NStep` stands before it.
         """
-        if rows.lengths is not None and rows.window is None:
+        if rows.has_returns:
             raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
         try:
             index, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
@@ -174,7 +174,7 @@ class GoalRelabel(ReplayTransform):
         steps.changes[self._done_key] = torch.where(chosen, over.view(done.shape), done)
 
     def _ask(
-        self, name: str, rows: RowView, goals: torch.Tensor, stored: torch.Tensor
+        self, name: str, rows: Rows, goals: torch.Tensor, stored: torch.Tensor
     ) -> torch.Tensor:
         """Evaluates the goal function of this name on rows `[*n, B]`, and checks what it returns.
 
@@ -235,10 +235,11 @@ class GoalRelabel(ReplayTransform):
                 "there is no reward_fn to audit, this GoalRelabel leaves the rewards."
             )
         packed: PackedStorage = storage if isinstance(storage, PackedStorage) else storage.storage
-        slots = packed.episodes.slots_by_age()[-num_rows:]
+        view = packed.view()
+        slots = view.episodes.slots_by_age()[-num_rows:]
         if not len(slots):
             raise RuntimeError("there are no rows to audit: write transitions first.")
-        rows = RowView(packed, slots)
+        rows = Rows(view, slots)
         stored = rows[self._reward_key]
         computed = self._ask("reward_fn", rows, rows[self._desired], stored)
         # In the dtype of a relabelled reward, which never truncates.
@@ -290,7 +291,7 @@ class RelabelAudit:
         return "\n".join(lines)
 
 
-def _spread(mask: torch.Tensor, rows: RowView, values: torch.Tensor) -> torch.Tensor:
+def _spread(mask: torch.Tensor, rows: Rows, values: torch.Tensor) -> torch.Tensor:
     """Returns a mask `[B]` with the further dimensions of values `[*n, B, ...]`."""
     return mask.view(-1, *(1,) * (values.ndim - rows.slots.ndim))
 
