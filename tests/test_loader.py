@@ -129,9 +129,9 @@ def test_sequences_and_episodes(tmp_path, num_workers):
 
 @pytest.mark.slow
 def test_workers_that_are_spawned(tmp_path):
-    storage = goal_storage(path=tmp_path / "replay", alpha=0.6, n_step=2)
+    storage = goal_storage(path=tmp_path / "replay", alpha=0.6, n_step=2, seed=0)
     act(TallyEnv(), storage, 50)
-    check_batch(next(iter(storage.loader(1, multiprocessing_context="spawn"))))
+    check_batch(next(iter(storage.loader(1, seed=0, multiprocessing_context="spawn"))))
 
 
 def test_errors(tmp_path):

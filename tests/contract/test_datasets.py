@@ -371,6 +371,28 @@ def test_minari_and_back(monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.uint16, torch.float8_e5m2])
+def test_minari_holds_fields_of_dtypes_that_numpy_lacks(monkeypatch, tmp_path, dtype):
+    pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    storage = library.ReplayStorage(storage=library.PackedStorage(20))
+    seen, done = torch.arange(8).reshape(4, 2).to(dtype), torch.tensor([[False], [False], [True]])
+    flags = {"done": done, "terminated": done, "truncated": done & False}
+    next_values = {"observation": seen[1:], "reward": seen[:3, 1:], **flags}
+    data = {"observation": seen[:3], "action": seen[:3], "mask": seen[:3], "next": next_values}
+    storage.extend(TensorDict(data, [3]))
+    (episode,) = datasets.to_minari(storage, f"{str(dtype)[6:].replace('_', '')}-v0")
+    kept = getattr(torch, str(episode.actions.dtype))
+    assert kept is (torch.float32 if dtype.is_floating_point else dtype)
+    expected = seen.to(kept).numpy()
+    assert (episode.observations == expected).all()
+    assert (episode.actions == expected[:3]).all()
+    assert (episode.rewards == expected[:3, 1]).all()
+    assert episode.infos["mask"].dtype == expected.dtype
+    assert (episode.infos["mask"][1:] == expected[:3]).all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_minari_of_lanes_and_cuts(monkeypatch, tmp_path):
     pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))

@@ -1,13 +1,14 @@
 """What rows hold: every dtype, further fields, stacks of frames."""
 
 import math
+from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from contract.make import assemble, library, make, make_for, make_of, new_folder
-from contract.steps import Player, assert_same, ids_of, rows
+from contract.steps import Player, as_bits, assert_same, ids_of, rows
 from tensordict import TensorDict
 
 #: One field of each dtype that rows may hold.
@@ -15,38 +16,91 @@ DTYPES = [
     *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.complex32, torch.complex64, torch.complex128),
 ]
+
+
+def of_dtype(dtype, *shape):
+    number = torch.arange(math.prod(shape)).reshape(shape) % 50
+    return number % 3 == 1 if dtype is torch.bool else (number.float() + 1).to(dtype)
 
 
 @pytest.mark.requirement("nested-dtypes")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_at_every_level_bit_for_bit(place, dtype):
-    def values(*shape):
-        number = torch.arange(math.prod(shape)).reshape(shape)
-        return number % 3 == 1 if dtype is torch.bool else (number % 100 + 1).to(dtype)
-
+def test_fields_of_every_dtype_survive_every_operation(place, dtype):
+    values = partial(of_dtype, dtype)
     data, seen = rows(Player().play([4, 5], 2)), values(12, 2, 3)
     data["deep", "seen"], data["next", "deep", "seen"] = seen[:-1], seen[1:]
     data["scalar"], data["next", "only"] = values(11), values(11, 5)
     data["agents"] = TensorDict({"seen": values(11, 2, 4)}, [11, 2])
-    path = {"path": new_folder() / "rows"} if place == "directory" else {}
-    packed = {"storage": library.PackedStorage(20, **path)} if path else {}
-    storage = assemble(20, place=place, on_gap="ignore", **packed)
+    if not dtype.is_complex:
+        data["next", "reward"] = values(11, 1)
+
+    def make_one(path=None, **parts):
+        path = new_folder() / "rows" if path is None else path
+        packed = {"storage": library.PackedStorage(20, path=path)} if place == "directory" else {}
+        return assemble(20, place=place, on_gap="ignore", **packed, **parts)
+
+    def places(batch):
+        numbers = ids_of(data).tolist()
+        return torch.tensor([numbers.index(number) for number in ids_of(batch).tolist()])
+
+    path = new_folder() / "rows"
+    storage = make_one(path)
     index = storage.extend(data)
     assert_same(storage[index], data)
-    batch = storage.sample(40)
-    order = {number: at for at, number in enumerate(ids_of(data).tolist())}
-    assert_same(batch, data[[order[number] for number in ids_of(batch).tolist()]])
-    history = storage[:]
-    assert_same(history, data)
+    assert_same(storage[:], data)
     assert_same(storage[3:7], data[3:7])
-    if path:
+    batch = storage.sample(40)
+    assert_same(batch, data[places(batch)])
+    episodes = storage.sample_episodes(6)
+    mask = episodes["collector", "mask"]
+    assert_same(episodes[mask], data[places(episodes[mask])])
+    padding = episodes.exclude("index")[~mask]
+    assert not any(as_bits(value).any() for value in padding.values(True, True))
+
+    dump = new_folder() / "dump"
+    storage.dumps(dump)
+    by_dump, by_state, other = make_one(), make_one(), make_one()
+    by_dump.loads(dump)
+    by_state.load_state_dict(storage.state_dict())
+    other.extend(storage[:])
+    for copied in (by_dump, by_state, other):
+        assert_same(copied[:], data)
+    batch = library.ReplayStorageEnsemble(storage, other, batch_size=20).sample()
+    assert_same(batch, data[places(batch)])
+
+    n_step = make_one(transform=library.NStep(3, 0.5), sample_unit=library.EpisodeSequence(2))
+    n_step.extend(data)
+    batch = n_step.sample(20)
+    row = places(batch)
+    assert_same(batch.exclude("next"), data[row].exclude("next"))
+    # The last rows of the two episodes, and the newest row.
+    ahead, end = row[:, None] + torch.arange(3), torch.tensor([3] * 4 + [8] * 5 + [10] * 2)[row]
+    last = ahead[:, 2].minimum(end)
+    assert torch.equal(as_bits(batch["next", "only"]), as_bits(data["next", "only"][last]))
+    rewards = data["next", "reward"].double()[ahead.clamp(max=10), 0]
+    total = torch.where(ahead <= end[:, None], rewards, 0) @ torch.tensor([1, 0.5, 0.25]).double()
+    reward = batch["next", "reward"].squeeze(1)
+    assert torch.equal(as_bits(reward), as_bits(total.to(reward.dtype)))
+
+    if place != "directory":
+        by_state.rewrite(index[:2], {"scalar": values(3)[1:]})
+        assert torch.equal(as_bits(by_state[:2]["scalar"]), as_bits(values(3)[1:]))
+    recorded = make_one()
+    for step in range(2):
+        recorded.record(seen[step], values(2), 1.0, False, False, {}, seen[step + 1])
+    assert torch.equal(as_bits(recorded[:]["observation"]), as_bits(seen[:2]))
+    assert torch.equal(as_bits(recorded[1]["action"]), as_bits(values(2)))
+    if place == "directory":
+        batch = next(iter(storage.loader(seed=0)))
+        assert_same(batch, data[places(batch)])
         storage.close()
-        again = library.ReplayStorage.open(**path)[:]
-        assert_same(again, data)
-        assert again["agents"].batch_size == (11, 2)
+        reopened = library.ReplayStorage.open(path)
+        assert_same(reopened[:], data)
+        assert reopened[:]["agents"].batch_size == (11, 2)
 
 
 @pytest.mark.requirement("her-info")

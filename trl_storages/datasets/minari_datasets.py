@@ -28,7 +28,7 @@ from trl_storages.datasets.arrays import (
 )
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.writing.fields import OUTCOME_FIELDS
+from trl_storages.writing.fields import OUTCOME_FIELDS, TORCH_TO_NUMPY
 
 __all__ = ["from_minari", "to_minari"]
 
@@ -101,7 +101,7 @@ def to_minari(
 
     An episode that was cut, or is still open, is truncated, and one that has lost its first steps starts
     later. Fields other than observations, actions, rewards and flags become infos, with zeros for the
-    resets.
+    resets. Fields of a dtype that NumPy does not have, such as bfloat16, are written as float32.
 
     Args:
         storage: whose rows are written as stored; nothing else may write to it meanwhile.
@@ -148,16 +148,18 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
         path = keys.key_path(key)
         if key in shared:
             after = fields[keys.next_key(key)]
-            observations[path] = torch.cat([values, after[-1:]]).numpy()
+            observations[path] = _array(torch.cat([values, after[-1:]]))
             if not ((after[:-1] == values[1:]) | (after.isnan()[:-1] & values.isnan()[1:])).all():
                 raise ValueError(
                     f"each row must begin with the {key!r} that the row before it led to: write the "
                     "storage with on_gap='cut'."
                 )
         elif path[0] == keys.ACTION:
-            actions[path] = values.numpy()
+            actions[path] = _array(values)
         elif key not in known:
-            infos[path[path[0] == "next" :]] = torch.cat([values[:1] * 0, values]).numpy()
+            infos[path[path[0] == "next" :]] = _array(
+                torch.cat([torch.zeros_like(values[:1]), values])
+            )
     reward = rows[keys.REWARD]
     terminated, truncated = (rows[key].flatten() for key in (keys.TERMINATED, keys.TRUNCATED))
     truncated[-1] |= ~terminated[-1]
@@ -165,11 +167,18 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
     return {
         "observations": seen[keys.OBSERVATION] if [*seen] == [keys.OBSERVATION] else seen,
         "actions": keys.nested(actions.items())[keys.ACTION],
-        "rewards": (reward.flatten() if reward[0].numel() == 1 else reward).numpy(),
+        "rewards": _array(reward.flatten() if reward[0].numel() == 1 else reward),
         "terminations": terminated.numpy(),
         "truncations": truncated.numpy(),
         "infos": keys.nested(infos.items()),
     }
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    """Returns values as an array; those of a dtype that NumPy lacks in single precision."""
+    if values.dtype not in TORCH_TO_NUMPY:
+        values = values.to(torch.complex64 if values.is_complex() else torch.float32)
+    return values.numpy()
 
 
 def _space(arrays: Any) -> gymnasium.Space[Any]:

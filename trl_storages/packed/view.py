@@ -58,8 +58,12 @@ class StorageView:
         self._slots_read.append(slots)
         return self.entries.entries_of(slots)
 
-    def read(self, slots: torch.Tensor) -> TensorDict:
+    def read(self, slots: torch.Tensor, mask: torch.Tensor | None = None) -> TensorDict:
         """Returns the transitions in slots `[*B]` as they are stored, in new memory.
+
+        Args:
+            slots: `[*B]`.
+            mask: `[*B]` bool, on the device of the transitions; all bits are 0 where it is False.
 
         Raises:
             EmptyError: the storage has no fields yet.
@@ -68,6 +72,8 @@ class StorageView:
             self.episodes.check_filled()
         at = self.entries.entries_of(slots.reshape(-1))
         words = self.entries.gather(at, at).view(*slots.shape, self.layout.row_words)
+        if mask is not None:
+            words.masked_fill_(~mask.unsqueeze(-1), 0)  # some dtypes have no masked_fill_
         return self.layout.tensordict(words)
 
     def check_live(self, slots: torch.Tensor) -> None:

@@ -29,6 +29,8 @@ _WITHOUT: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     keys.GOAL_INDEX: torch.clone,
     keys.STEPS_TO_NEXT_OBS: lambda index: torch.ones_like(index).unsqueeze(-1),
 }
+# Dtypes that index_select lacks, and those of the same bits.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class ReplayStorageEnsemble(Strict):
@@ -150,7 +152,7 @@ class ReplayStorageEnsemble(Strict):
         num_steps = len(like) // given[0][1]
         order, ids = (it.to(like.device) for it in _order_of(tuple(counts), num_steps))
         batch = {
-            key: torch.cat([own[key] for own in leaves]).index_select(0, order) for key in leaves[0]
+            key: _reordered(torch.cat([own[key] for own in leaves]), order) for key in leaves[0]
         }
         batch[keys.BUFFER_IDS] = ids.clone()
         if keys.PRIORITY_WEIGHT in batch:
@@ -213,6 +215,13 @@ def _order_of(counts: tuple[int, ...], num_steps: int) -> tuple[torch.Tensor, to
         order = (even_order(counts).unsqueeze(1) * num_steps + torch.arange(num_steps)).flatten()
         ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts) * num_steps)
     return order, ids[order]
+
+
+def _reordered(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Returns `values[order]`; index_select takes half the time."""
+    if (signed := _SIGNED.get(values.dtype)) is None:
+        return values.index_select(0, order)
+    return values.view(signed).index_select(0, order).view(values.dtype)
 
 
 def _check_alike(batches: list[dict[NestedKey, torch.Tensor]], counts: list[int]) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, pad
+from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
@@ -193,7 +193,13 @@ def draw_episodes(
     if len(parts) == 1:
         return parts[0]
     longest = max(part.shape[1] for part in parts)
-    return torch.cat([pad(part, [0, 0, 0, longest - part.shape[1]]) for part in parts])
+    return torch.cat([_padded(part, longest) for part in parts])
+
+
+def _padded(batch: TensorDictBase, length: int) -> TensorDictBase:
+    """Returns episodes `[n, T]` as `[n, length]`, with zeros at the end."""
+    zeros = torch.zeros_like(batch[:, :1]).expand(-1, length - batch.shape[1])
+    return torch.cat([batch, zeros], 1)
 
 
 def _draw_episodes(
@@ -207,9 +213,8 @@ def _draw_episodes(
     step = torch.arange(int(length.max()), device="cpu").expand(n, -1)
     offset = step.minimum(length[:, None] - 1)
     slots = episodes.shift(first[:, None], offset)
-    batch, overwritten = view.read(slots), view.overwritten(slots)
     mask = (step < length[:, None]).to(storage.device)
-    batch = batch.masked_fill_(~mask, 0)
+    batch, overwritten = view.read(slots, mask), view.overwritten(slots)
     batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
     return batch if overwritten is None else batch[~overwritten.any(1)]
 

@@ -79,8 +79,10 @@ def make_loader(
     # Pinning requires CUDA.
     options["pin_memory"] &= torch.cuda.is_available()
     generator = None if seed is None else torch.Generator().manual_seed(seed)
+    # Workers take their seeds from DataLoader, and a generator does not survive the way to them.
+    own = None if options["num_workers"] else generator
     return DataLoader(
-        ReplayBatches(open_reader, generator),
+        ReplayBatches(open_reader, own),
         batch_size=None,
         # The default one would rebuild a TensorDict as a dict.
         collate_fn=torch.nn.Identity(),

@@ -150,8 +150,7 @@ class NStep(ReplayTransform):
 
 def _of_row(values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Returns the values `[B, ...]` of row `at` `[B]` of each window, of `[n, B, ...]`."""
-    index = at.view(1, -1, *(1,) * (values.ndim - 2)).expand(1, *values.shape[1:])
-    return values.gather(0, index).squeeze(0)
+    return values[at, torch.arange(len(at), device=at.device)]
 
 
 def _folded(

@@ -220,7 +220,8 @@ def as_field(
         if not is_fine:
             raise TypeError(f"{name} must be {dtype}, got {found.dtype}: convert it.")
         cast = found.to(dtype)
-        if not dtype.is_floating_point and not torch.equal(cast.to(found.dtype), found):
+        is_rounding = dtype.is_floating_point or dtype.is_complex
+        if not is_rounding and not torch.equal(cast.to(found.dtype), found):
             raise ValueError(f"{name} must be in the range of {dtype}, got {value}.")
         found = cast
     if found.shape != tuple(shape):
