@@ -115,7 +115,7 @@ def test_private_methods_take_what_they_are_given(method, arguments):
 #: What storages have of TorchRL's buffers as it is there.
 INHERITED = {
     *("as_remote", "batch_size", "client", "dump", "initialized", "is_alive", "load", "next"),
-    *("sampler", "save", "service_backend", "start", "stats", "storage", "transform"),
+    *("sampler", "save", "service_backend", "start", "storage", "transform"),
     *("write_count", "writer"),
 }
 

@@ -420,6 +420,17 @@ class EpisodeIndex:
         columns = dict(zip(names, map(torch.from_numpy, self._look_up()), strict=True))
         return TensorDict(columns, batch_size=[len(columns["lane"])])
 
+    @property
+    def num_episodes(self) -> int:
+        """The number of episodes that have live steps."""
+        return int(self._numbers(*self._live())[1].sum())
+
+    def _numbers(self, tails: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the number of the oldest episode of each lane `[E]`, and how many there are `[E]`."""
+        lanes, T = np.arange(self.num_envs), self.steps_per_lane
+        oldest, newest = (self.episode[self.slots_of(lanes, it)] for it in (tails, cursors - 1))
+        return oldest, np.where(cursors > tails, (newest - oldest) % (T + 1) + 1, 0)
+
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draws `n` whole, finished episodes uniformly, with replacement.
 
@@ -453,9 +464,8 @@ class EpisodeIndex:
         """
         T, (tails, cursors) = self.steps_per_lane, self._live()
         begins = np.arange(self.num_envs) * T
-        oldest = self.episode[begins + tails % T]
-        counts = (self.episode[begins + (cursors - 1) % T] - oldest) % (T + 1) + 1
-        ends = np.where(cursors > tails, counts, 0).cumsum()
+        oldest, counts = self._numbers(tails, cursors)
+        ends = counts.cumsum()
         total = int(ends[-1])
         rank = np.arange(total) if noise is None or not total else noise % total
         lane = ends.searchsorted(rank, side="right")

@@ -22,7 +22,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import arguments
+from trl_storages import arguments, keys
 from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes
 from trl_storages.index import EmptyError
@@ -104,6 +104,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     _accepts_transport_backend, _is_epoch_over = False, False
     _write_lock: AbstractContextManager[Any] = nullcontext()
     _rng: torch.Generator | None = None
+    # How many batches this object has sampled, and transitions in them.
+    _num_batches, _num_sampled = 0, 0
     # The way of a batch; None until it is asked for, or if a part of it has changed.
     _flow: Flow | None = None
 
@@ -512,7 +514,13 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        return self._current_flow().sample_complete(batch_size)
+        batch, info = self._current_flow().sample_complete(batch_size)
+        self._count(info[keys.INDEX].numel())
+        return batch, info
+
+    def _count(self, num_sampled: int) -> None:
+        self._num_batches += 1
+        self._num_sampled += num_sampled
 
     def _current_flow(self) -> Flow:
         flow = self._flow
@@ -556,6 +564,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def _sample_episodes(self, n: int) -> TensorDictBase:
         batch = draw_episodes(self._storage, n, self._rng)
+        self._count(batch.numel())
         with dispatch_td_nn_modules(True):
             for part in self._current_flow().others:
                 batch = part(batch)
@@ -826,6 +835,39 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         arguments.tensordict("batch", batch)
         with self._replay_lock, self._write_lock:
             return explain(batch, self.episodes, self._sampler)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Returns numbers to log, such as by TorchRL's `LoggerMonitor`.
+
+        The call changes nothing. With priorities it takes some milliseconds per million transitions.
+
+        Returns:
+            the entries of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
+            `prefetch_queue_size` and `initialized`; and
+
+            - `episodes`: number of episodes that have stored transitions.
+            - `oldest_age`, `mean_age`: age of the stored transitions, in steps of their own environment
+              that were written later; the newest one has age 0.
+            - `batches`, `samples_returned`: number of batches that this object has sampled, and of
+              transitions in them. Prefetched batches and the padding of `sample_episodes` count.
+            - `largest_priority`, `mean_priority`: over the stored transitions, if the sampler uses
+              priorities.
+
+            Ages and priorities of an empty buffer are 0.
+        """
+        with self._replay_lock, self._write_lock:
+            found, view = super().stats(), self._storage.view()
+            fill, sampler = view.episodes.fill, self._prioritized
+            found["episodes"] = view.episodes.num_episodes
+            found["oldest_age"] = int((fill - 1).max(initial=0))
+            found["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
+            found["batches"], found["samples_returned"] = self._num_batches, self._num_sampled
+            if sampler is not None:
+                priorities = sampler.priorities_of(view).by_slot()
+                priorities = priorities[priorities < math.inf]
+                found["largest_priority"] = float(priorities.max(initial=0))
+                found["mean_priority"] = float(priorities.sum() / max(len(priorities), 1))
+        return found
 
     def validate(self) -> None:
         """Checks the tables against one another, and in a directory each row.
