@@ -11,8 +11,8 @@ training run.
 
 What subclasses here read, set or override, by the class that it is of:
 
-- `ReplayBuffer`: `_accepts_transport_backend`, `_batch_size`, `_delayed_init`, `_initialized`,
-  `_iterator`, `_prefetch_queue`, `_replay_lock`, `_rng`, `_sampler`, `_service_shutdown`,
+- `ReplayBuffer`: `_accepts_transport_backend`, `_batch_size`, `_collate_fn`, `_delayed_init`,
+  `_initialized`, `_iterator`, `_prefetch_queue`, `_replay_lock`, `_rng`, `_sampler`, `_service_shutdown`,
   `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
 - `RayReplayBuffer`: `_rb`
 - `TensorStorage`: `_attached_entities`, `_empty`, `_rand_given_ndim`
@@ -81,6 +81,14 @@ REFUSED: dict[str, str] = {
 
 class Refusing:
     """Refuses what is inherited and makes no sense over lanes of episodes."""
+
+    @property
+    def _collate_fn(self) -> NoReturn:
+        # The constructor of TorchRL's ensemble reads it.
+        raise TypeError(
+            "TorchRL's ReplayBufferEnsemble does not support the replay buffers of trl_storages. Use "
+            "ReplayStorageEnsemble(*storages)."
+        )
 
 
 def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:

@@ -11,13 +11,19 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
+
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec
+
+    Options = ParamSpec("Options")
 
 __all__ = [
     "Checked",
@@ -38,6 +44,7 @@ __all__ = [
     "named_lanes",
     "number",
     "optional",
+    "renamed",
     "root_key",
     "shown",
     "slots",
@@ -339,6 +346,32 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} {list(value.batch_size)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
+
+
+def renamed(
+    instead: Mapping[str, str],
+) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
+    """Decorates a constructor: keywords of other libraries raise a TypeError that names what to use.
+
+    Args:
+        instead: what to use, which begins with a keyword of the constructor and "=" -> the other
+            libraries' keywords. Entries whose keyword the constructor does not have are ignored.
+    """
+    ours = {theirs: use for use, names in instead.items() for theirs in names.split()}
+
+    def decorate(make: Callable[Options, None]) -> Callable[Options, None]:
+        own = signature(make).parameters
+
+        @wraps(make)
+        def made(*args: Any, **options: Any) -> None:
+            for name in filter(ours.get, options):
+                if ours[name].partition("=")[0] in own:
+                    raise TypeError(f"there is no keyword {name!r}: use {ours[name]}.")
+            make(*args, **options)
+
+        return made
+
+    return decorate
 
 
 class Checked:

@@ -97,7 +97,12 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
 
 
 def check_storable(key: NestedKey) -> None:
-    """Raises a ValueError if sampling sets this key in batches."""
+    """Raises a ValueError if a name is empty, or if sampling sets this key in batches."""
+    if not all(key_path(key)):
+        raise ValueError(
+            f"a stored field must have a name, got the empty name in {key!r}: rename it in its space, "
+            "info_keys, extra_fields, fields or data."
+        )
     if (other := overlapping(key, _SET_BY_SAMPLING)) is not None:
         raise ValueError(
             f"a stored field must not have a name that sampling sets in batches, got {key!r}, where they "
@@ -177,6 +182,8 @@ def leaves(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the path and value of each leaf of nested mappings; the inverse of `nested`.
 
+    An empty mapping within others is a leaf, so that it is not dropped without a word.
+
     Args:
         tree: a mapping, or a single value.
         what: its name in messages.
@@ -188,7 +195,7 @@ def leaves(
     >>> [*leaves({"goals": {"last": 1}, "speed": 2}, "it")]
     [(('goals', 'last'), 1), (('speed',), 2)]
     """
-    if not isinstance(tree, Mapping):
+    if not isinstance(tree, Mapping) or (path and not tree):
         yield path, tree
         return
     for name, branch in tree.items():

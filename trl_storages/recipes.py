@@ -7,7 +7,7 @@ Those that draw single rows take every keyword, in any combination, and differ i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partialmethod, wraps
+from functools import partialmethod
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,7 +22,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import named_lanes
+from trl_storages.arguments import named_lanes, renamed
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
@@ -47,42 +47,29 @@ __all__ = [
     "UniformReplayStorage",
 ]
 
-#: Keyword -> what other libraries call it.
+#: What to use -> what other libraries call it.
 _SYNONYMS = {
-    "alpha": "prioritized_replay_alpha priority_exponent",
-    "batch_size": "sample_batch_size",
-    "beta": "importance_sampling_exponent prioritized_replay_beta",
-    "discount": "gamma",
-    "frame_stack": "stack_compress stack_num stack_size",
-    "info_keys": "copy_info_dict",
-    "n_step": "Nstep estimation_step n_steps nstep num_steps update_horizon",
-    "num_envs": "add_batch_size buffer_num n_env n_envs",
-    "num_goals": "additional_goals future_k her_ratio n_goals n_sampled_goal num_sampled_goals replay_k",
-    "path": "replay_dir scratch_dir storage_dir",
-    "reward_fn": "compute_reward compute_reward_fn her_function reward_func",
-    "sample_unit": "batch_length sample_sequence_length seq_len sequence_length slice_len",
-    "seed": "random_seed",
-    "storage_size": "buffer_size capacity max_capacity max_length max_size replay_capacity size",
-    "strategy": "goal_selection_strategy",
+    "alpha=": "prioritized_replay_alpha priority_exponent",
+    "batch_size=": "sample_batch_size",
+    "beta=": "importance_sampling_exponent prioritized_replay_beta",
+    "discount=": "gamma",
+    "frame_stack=": "stack_compress stack_num stack_size",
+    "info_keys=": "copy_info_dict",
+    "n_step=": "Nstep estimation_step n_steps nstep num_steps update_horizon",
+    "num_envs=": "add_batch_size buffer_num n_env n_envs",
+    "num_goals=": "additional_goals future_k her_ratio n_goals n_sampled_goal num_sampled_goals replay_k",
+    "path=": "replay_dir storage_dir",
+    "path=, and fresh=True to discard what the directory holds": "scratch_dir",
+    "reward_fn=": "compute_reward compute_reward_fn her_function reward_func",
+    "sample_unit=": "batch_length sample_sequence_length seq_len sequence_length slice_len",
+    "seed=": "random_seed",
+    "storage_size=": "buffer_size capacity max_capacity max_length max_size replay_capacity size",
+    "strategy=": "goal_selection_strategy",
 }
 
 AnySpace: TypeAlias = "Space[Any] | TensorSpec"
 #: Key -> (dtype, shape). Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]`.
 Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
-
-
-def _without_synonyms(make: Callable[Options, None]) -> Callable[Options, None]:
-    """Wraps a constructor, so that other libraries' names raise with the name to use."""
-    names = _SYNONYMS.keys() & signature(make).parameters
-    ours = {theirs: name for name in names for theirs in _SYNONYMS[name].split()}
-
-    @wraps(make)
-    def made(*args: Any, **options: Any) -> None:
-        if known := [name for name in options if name in ours]:
-            raise TypeError(f"there is no keyword {known[0]!r}: use {ours[known[0]]}=.")
-        make(*args, **options)
-
-    return made
 
 
 def _with(make: Callable[Options, None], **defaults: Any) -> Callable[Options, None]:
@@ -162,7 +149,7 @@ class UniformReplayStorage(ReplayStorage):
     # Draws goals, and writes them; set by what has them.
     _goals: tuple[HERSampler, GoalRelabel] | None = None
 
-    @_without_synonyms
+    @renamed(_SYNONYMS)
     def __init__(
         self,
         observation_space: AnySpace,
@@ -435,7 +422,7 @@ class HERReplayStorage(UniformReplayStorage):
     tensor(8)
     """
 
-    @_without_synonyms
+    @renamed(_SYNONYMS)
     def __init__(
         self,
         observation_space: AnySpace,

@@ -238,6 +238,8 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
             path = ("next", *path)
         # D4RL's files describe their origin there.
         for found, leaf in keys.leaves(value, "data", path) if path[:1] != ("metadata",) else ():
+            if isinstance(leaf, Mapping):  # an empty group
+                continue
             key = unravel_key(found)
             add(key, leaf)
             if role in (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL):

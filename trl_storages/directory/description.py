@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import zlib
@@ -27,10 +28,17 @@ UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, A
 _KIND = {"kind": "trl_storages", "format": 3}
 MOST = 2**48
 _MOST_BYTES = 1 << 24
+# Errors of a path that is missing, or no regular file of a fitting size; others are not its damage.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO}
+_NO_FILE |= {errno.EFBIG}
 
 
-def damaged(path: Path, what: str) -> ValueError:
-    """Returns the error that says how a directory is damaged."""
+def damaged(path: Path, what: str | OSError) -> Exception:
+    """Returns the error that says how a directory is damaged; any other error of the system as it is."""
+    if isinstance(what, OSError):
+        if what.errno not in _NO_FILE:
+            return what
+        what = f"it must be a file: {what.strerror}"
     return ValueError(f"{path} is damaged: {what}. Bring it back from a copy; nothing was changed.")
 
 
@@ -106,9 +114,12 @@ class Description:
         try:
             text = read_text(path, _MOST_BYTES)
         except (FileNotFoundError, NotADirectoryError):
-            raise FileNotFoundError(f"{directory} must hold a storage, with {NAME}.") from None
+            raise FileNotFoundError(
+                f"{directory} does not contain a replay buffer: {NAME} is missing. Pass the path of a "
+                "buffer that was created with path=."
+            ) from None
         except OSError as error:
-            raise damaged(path, f"it must be a file: {error.strerror}") from error
+            raise damaged(path, error) from None
         try:
             words = json.loads(text)
             if (got := {key: words.get(key) for key in _KIND}) != _KIND:

@@ -180,10 +180,8 @@ class Directory:
         rows = path / described.rows
         try:
             file = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
-        except PermissionError:
-            raise
         except OSError as error:
-            raise damaged(rows, f"it must be a file: {error.strerror}") from error
+            raise damaged(rows, error) from None
         try:
             if not os.fstat(file).st_size:
                 raise ValueError("it is empty")

@@ -17,7 +17,7 @@ from tensordict import NestedKey, TensorDict
 from torchrl.data import Storage, TensorStorage
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import warn_caller
+from trl_storages.arguments import renamed, warn_caller
 from trl_storages.directory import Description, Directory
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps, memory
@@ -30,6 +30,11 @@ from trl_storages.streams.layout import Block, Layout, Nested
 __all__ = ["PackedStorage"]
 
 _FLAGS = ("done", "terminated", "truncated")
+# What to use -> keywords of TorchRL's storages and of other libraries.
+_SYNONYMS = {
+    "max_size=": "buffer_size capacity size storage_size",
+    "path=, and fresh=True to discard what the directory holds": "scratch_dir",
+}
 
 
 class PackedStorage(TensorStorage):  # type: ignore[misc]
@@ -66,6 +71,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     supports_conditional_update = False
 
+    @renamed(_SYNONYMS)
     def __init__(
         self,
         max_size: int | None,
@@ -87,22 +93,26 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.path: Any = None if path is None else arguments.directory("path", path)
         arguments.choice("mode", mode, ("r+", "r"))
         self._is_fresh = arguments.flag("fresh", fresh)
-        found = self._found(mode)
-        if found is None and max_size is None and path is not None:
-            raise FileNotFoundError(f"{self.path} must hold a storage, or max_size be named.")
+        found = self._found(mode, is_required=mode == "r" or max_size is None)
         if found is not None:
             max_size = found.max_size if max_size is None else max_size
             num_envs = found.num_envs if num_envs is None else num_envs
             max_entries = found.max_entries if max_entries is None else max_entries
-        num_envs = 1 if num_envs is None else num_envs
+        max_size = arguments.integer("max_size", max_size, at_least=1)
+        num_envs = arguments.integer("num_envs", 1 if num_envs is None else num_envs, at_least=1)
+        max_entries = arguments.optional(arguments.integer, "max_entries", max_entries, at_least=1)
         # TorchRL's tensors have no part in it, but that its buffers know how to collate what it returns.
         Storage.__init__(self, max_size)
         self._given_size = self.max_size
         self._max_entries = max_entries
         #: As given.
-        self.fields, self.nested = dict(fields or {}), nested
+        what = "a mapping from key to (dtype, shape)"
+        self.fields = dict(arguments.mapping("fields", fields or {}, what))
+        self.nested = _checked_nested(nested)
         for key in self.fields:
             keys.check_storable(key)
+        # How many transitions the directory held when it was opened.
+        self._num_opened = 0
         # Whether it was said that there are not entries enough for any rows.
         self._is_warned = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -110,6 +120,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if found is not None:
             self._check_fits(found)
             self._take(Directory.open(str(self.path), mode))
+            self._num_opened = len(self)
         elif path is None:
             self.prepare()
 
@@ -124,7 +135,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.max_size = self.episodes.capacity
         self._view = StorageView(place, self.device)
 
-    def _found(self, mode: str) -> Description | None:
+    def _found(self, mode: str, *, is_required: bool) -> Description | None:
         """Returns what a directory says of itself; None where there is none, or it is to be discarded."""
         if self.path is None:
             if mode == "r" or self._is_fresh:
@@ -137,7 +148,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         try:
             return None if self._is_fresh else Description.read(self.path)
         except FileNotFoundError:
-            if mode == "r":
+            if is_required:
                 raise
             return None
 
@@ -449,4 +460,21 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.empty()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device})"
+        opened = f", reopened with {self._num_opened:,} rows" if self._num_opened else ""
+        return (
+            f"{type(self).__name__}({len(self):,} of {self.max_size:,} rows, {self.device}{opened})"
+        )
+
+
+def _checked_nested(nested: Any) -> Nested:
+    """Returns paths and sizes of nested TensorDicts.
+
+    Raises:
+        TypeError: they are not pairs of both.
+    """
+    try:
+        return tuple((keys.key_path(path), torch.Size(sizes)) for path, sizes in nested)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"nested must hold pairs of a path and sizes, as in ((('agents',), (3,)),), got {nested!r}."
+        ) from error

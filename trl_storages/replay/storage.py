@@ -24,7 +24,7 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
-from trl_storages.arguments import Lanes, Strict, named_lanes
+from trl_storages.arguments import Lanes, Strict, named_lanes, renamed
 from trl_storages.index import EmptyError
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
@@ -51,6 +51,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayStorage"]
 
+_OF_STORAGE = (
+    "storage=PackedStorage(max_size), or a preset such as UniformReplayStorage(storage_size=)"
+)
+# What to use -> keywords of other libraries and of the presets.
+_SYNONYMS = {_OF_STORAGE: "buffer_size capacity max_capacity max_length max_size size storage_size"}
 # Seconds between two looks of a draw that waits for rows.
 _PAUSE = 0.005
 
@@ -123,6 +128,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     num_goals = Parameter("Relabelled transitions for each one as stored, of `HERSampler`.")
     strategy = Parameter("Where goals come from, of `HERSampler`.")
 
+    @renamed(_SYNONYMS)
     def __init__(
         self,
         *,
@@ -295,12 +301,24 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
                 sampler.set_priorities(self._storage, slots, priority)
         return slots
 
-    def add(self, data: TensorDictBase) -> torch.Tensor:
+    def add(self, data: TensorDictBase, *step: Any) -> torch.Tensor:
         """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
+
+        Args:
+            data: the step.
+            *step: for a message; `record` takes the values of a step one by one.
 
         Returns:
             int64 slots of the batch size of `data`.
+
+        Raises:
+            TypeError: `data` is not a single TensorDict.
         """
+        if step:
+            raise TypeError(
+                f"add() takes one TensorDict, got {1 + len(step)} values. Use record(observations, "
+                "actions, rewards, terminateds, truncateds, infos, next_observations)."
+            )
         return self.extend(data)
 
     def record(

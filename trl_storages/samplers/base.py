@@ -278,7 +278,7 @@ def own_sampler(sampler: Any) -> Any:
     """
     if type(sampler) is RandomSampler:
         return UniformSampler()
-    if type(sampler) is SamplerWithoutReplacement and sampler.shuffle and not sampler.drop_last:
+    if type(sampler) is SamplerWithoutReplacement and sampler.shuffle:
         return UniformSampler(without_replacement=True)
     refuse_stock(sampler)
     return arguments.instance("sampler", sampler, Sampler, what="a sampler")

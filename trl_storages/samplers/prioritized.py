@@ -391,7 +391,10 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
     if not tree.are_priorities(values):
-        raise ValueError(
-            "priorities must be finite and at least 0, got others: nothing was changed."
-        )
+        if (least := values[~np.isnan(values)].min(initial=0)) < 0:
+            what = f"must be at least 0, got {least:g}: pass td_error.abs()"
+        else:
+            wrong = values[~np.isfinite(values)][0]
+            what = f"must be finite, got {wrong}: the loss or the network has diverged"
+        raise ValueError(f"priorities {what}. No priority was updated.")
     return values if len(values) == num_rows else values.repeat(num_rows)

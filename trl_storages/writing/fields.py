@@ -226,6 +226,13 @@ def as_field(
         found = cast
     if found.shape != tuple(shape):
         if not (shape and shape[-1] == 1 and found.shape == tuple(shape[:-1])):
-            raise ValueError(f"{name} must have the shape {list(shape)}, got {list(found.shape)}.")
+            is_vector = len(shape) > 1 and shape[0] == shape[1] and found.shape == tuple(shape[1:])
+            hint = (
+                " If the buffer was created with the spaces of a vector environment, pass "
+                "env.single_observation_space and env.single_action_space, or use from_env(env)."
+            )
+            raise ValueError(
+                f"{name} must have the shape {list(shape)}, got {list(found.shape)}.{hint * is_vector}"
+            )
         found = found.unsqueeze(-1)
     return found

@@ -149,7 +149,8 @@ class Recorder:
         found = len(terminateds) if is_vector else 1
         if found != self.num_envs:
             raise ValueError(
-                f"terminateds must hold a flag for each of num_envs={self.num_envs}, got {found}."
+                f"terminateds must hold a flag for each of num_envs={self.num_envs}, got {found}. Pass "
+                f"num_envs={found} and the spaces of a single environment, or use from_env(env)."
             )
         return is_vector
 
