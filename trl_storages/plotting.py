@@ -89,7 +89,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     ax = _axes(storage, ax, (6, 2.6))
     what, sampler = "a PERSampler, alpha=0.6", layers_of(storage.sampler)[-1]
     arguments.instance("the sampler of storage", sampler, PERSampler, what=what)
-    priorities = sampler.priorities_of(storage.storage).by_slot().astype(np.float64)
+    priorities = sampler.priorities_of(storage.storage.view()).by_slot().astype(np.float64)
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)
     # Empty slots have an infinite priority.
