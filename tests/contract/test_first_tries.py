@@ -61,6 +61,30 @@ def test_an_info_and_its_next_value():
         storage.record(one(0), 0, 1.0, False, False, {"state": one(5)}, one(0))
 
 
+AGENTS = {"agent_0": 0.0, "agent_1": 1.0}
+NO_NUMBERS = {
+    "rewards by agent": ({"rewards": AGENTS}, TypeError, r"'agent_1'.*extend\(\)"),
+    "flags by agent": ({"terminateds": AGENTS}, TypeError, r"'agent_1'.*extend\(\)"),
+    "an array of objects": ({"observations": np.array([None])}, TypeError, "numbers.*object"),
+    "a tuple of shapes": ({"observations": (one(0), np.ones(2))}, ValueError, "have one shape"),
+}
+
+
+@pytest.mark.parametrize("is_preset", [True, False])
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_steps_that_are_no_arrays_of_numbers_raise(name, is_preset):
+    change, kind, answer = NO_NUMBERS[name]
+    storage = library.ReplayStorage(storage=library.PackedStorage(20))
+    if is_preset:
+        num_envs = 2 if "terminateds" in change else 1  # which the flags are counted for
+        storage = library.UniformReplayStorage(Box(-9, 9, (1,)), Discrete(2), num_envs=num_envs)
+    step = {"observations": one(0), "actions": 0, "rewards": 0.0, "terminateds": False}
+    step |= {"truncateds": False, "infos": {}, "next_observations": one(1)}
+    with pytest.raises(kind, match=answer):
+        storage.record(**{**step, **change})
+    assert len(storage) == 0
+
+
 def test_an_environment_that_resets_itself():
     env = gymnasium.wrappers.Autoreset(gymnasium.make("BitFlipping-v0", n_bits=3))
     storage, (before, _) = library.UniformReplayStorage.from_env(env), env.reset(seed=0)

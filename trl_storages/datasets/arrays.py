@@ -224,7 +224,15 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
 
     def add(key: NestedKey, values: Any) -> None:
         keys.check_free(key, (*fields, keys.DONE, keys.TERMINATED, keys.TRUNCATED))
-        array = np.asarray(values.detach() if isinstance(values, torch.Tensor) else values)
+        if isinstance(values, tuple) and not all(np.isscalar(value) for value in values):
+            raise TypeError(
+                f"{key!r} must be an array or a dictionary of arrays, got a tuple, as of a Tuple space: "
+                "give each part a name, {'0': first, '1': second}."
+            )
+        try:
+            array = np.asarray(values.detach() if isinstance(values, torch.Tensor) else values)
+        except ValueError as error:  # rows of several lengths
+            raise ValueError(f"{key!r} must have rows of one shape: {error}") from error
         if not array.ndim or array.dtype.kind not in "biuf":
             got = arguments.shown(values)
             raise TypeError(f"data must be numbers, a row for each step, got {key!r}: {got}.")

@@ -179,13 +179,24 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
 
     Raises:
         TypeError: tensors lack its dtype, such as that of strings and other objects.
+        ValueError: its parts differ in shape.
     """
     if isinstance(value, torch.Tensor):
         return value.detach()
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # parts of several shapes
+        raise ValueError(f"{name} must have one shape, got {arguments.shown(value)}.") from error
     dtype = array.dtype.newbyteorder("=")
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} must be numbers, got a dictionary with {sorted(map(str, value))}. If these are "
+            "agents, pass one reward and one flag for the team, or write TensorDicts with extend()."
+        )
     if dtype not in NUMPY_TO_TORCH:
-        raise TypeError(f"{name} must be numbers, got the dtype {array.dtype}.")
+        raise TypeError(
+            f"{name} must be numbers, got the dtype {array.dtype}: convert it, as with np.float32(...)."
+        )
     # Tensors lack negative strides, foreign byte orders and memory that is only read.
     array = np.require(array, dtype, ["C", "W"])
     return torch.from_numpy(array if min(array.strides, default=0) >= 0 else array.copy())

@@ -148,6 +148,7 @@ class Recorder:
         is_vector = type(terminateds) is not bool and np.ndim(terminateds) > 0
         found = len(terminateds) if is_vector else 1
         if found != self.num_envs:
+            as_tensor(terminateds, "terminateds")  # a dictionary by agent has a message of its own
             raise ValueError(
                 f"terminateds must hold a flag for each of num_envs={self.num_envs}, got {found}. Pass "
                 f"num_envs={found} and the spaces of a single environment, or use from_env(env)."
