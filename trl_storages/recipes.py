@@ -98,6 +98,8 @@ class UniformReplayStorage(ReplayStorage):
         mode: "r+" writes to `path`; "r" reads what it holds, while another process may be writing.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
+        reward_key: entry that n-step returns sum, or a list of several: `[("next", "reward"), ("next",
+            "cost")]` with `info_keys=["cost"]`.
         alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
         beta: exponent of the importance weights.
         eta: recency strength in (0, 1]; 1 draws from the whole storage.
@@ -163,6 +165,7 @@ class UniformReplayStorage(ReplayStorage):
         mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
+        reward_key: NestedKey | list[NestedKey] = keys.REWARD,
         alpha: float = 0.0,
         beta: float = 0.4,
         eta: float = 1.0,
@@ -190,7 +193,7 @@ class UniformReplayStorage(ReplayStorage):
         )
         # Made in any case, which checks their options.
         by_priority, recent = PERSampler(size, alpha, beta), ERESampler(eta, c_min)
-        fold = NStep(n_step, discount)
+        fold = NStep(n_step, discount, reward_key=reward_key)
         sampler: Any = by_priority if alpha else UniformSampler()
         if eta != 1:
             recent.base, sampler = sampler, recent
@@ -440,6 +443,7 @@ class HERReplayStorage(UniformReplayStorage):
         mode: str = "r+",
         n_step: int = 1,
         discount: float = 0.99,
+        reward_key: NestedKey | list[NestedKey] = keys.REWARD,
         alpha: float = 0.0,
         beta: float = 0.4,
         eta: float = 1.0,

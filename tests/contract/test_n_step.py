@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from contract.lanes import HISTORIES, Lanes, ends
-from contract.make import PLACES, assemble, library
+from contract.make import PLACES, assemble, library, make
 from contract.model import assert_folded
-from contract.steps import reward_fn, terminated_fn
+from contract.steps import Player, assert_same, ids_of, reward_fn, rows, terminated_fn
 from tensordict import TensorDict
 
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
@@ -233,6 +233,52 @@ class TestNumerics:
             assert batch["next", "reward"].dtype is dtype
         assert (batch["next", "reward"][mask] == -0.5).all()
         assert (batch["next", "reward"][~mask] == 1).all()
+
+
+@pytest.mark.requirement("n-step")
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("relabels", [False, True])
+def test_several_rewards_are_folded_over_one_window(place, n_step, relabels):
+    costs = {}
+
+    def with_costs(data):
+        data["next", "cost"] = data["action"][..., 0] % 7  # [1, T]
+        costs.update(zip(ids_of(data)[0].tolist(), data["next", "cost"][0].tolist(), strict=True))
+        return data
+
+    fold = NStep(n_step, 0.5, reward_key=[("next", "reward"), ("next", "cost")])
+    relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=["effort"])
+    parts = {"sampler": HERSampler(), "transform": [relabel, fold]}
+    parts = parts if relabels else {"transform": fold}
+    storage, lanes = assemble(40, place=place, **parts), Lanes(40)
+    lanes.write(storage, [ends([5, 9], 6)], change=with_costs)
+    batch = storage.sample(40)
+    counts = batch["steps_to_next_obs"].flatten().tolist()
+    assert max(counts) == n_step
+    expected = [
+        sum(0.5**at * costs[number + at] for at in range(count))
+        for number, count in zip(ids_of(batch).tolist(), counts, strict=True)
+    ]
+    torch.testing.assert_close(batch["next", "cost"], torch.tensor(expected))
+    ends_of = terminated_fn if relabels else None
+    assert_folded(batch, lanes, n_step, 0.5, ends_of)
+
+
+def test_presets_fold_several_rewards_and_keep_them_in_a_state(place):
+    keys = [("next", "reward"), ("next", "effort")]
+    storage = make("all", place=place, reward_key=keys)
+    storage.extend(rows(Player().play([6])))
+    batch = storage.sample(20)
+    assert (batch["next", "effort"] > storage[batch["index"]]["next", "effort"]).any()
+    other = make("all", place=place, reward_key=keys)
+    other.load_state_dict(storage.state_dict())
+    assert_same(other.sample(20), storage.sample(20))
+
+
+@pytest.mark.parametrize("reward_key", [[], ["reward"], [("next", "reward")] * 2, [5], 5])
+def test_reward_keys_that_are_no_different_keys_under_next_raise(reward_key):
+    with pytest.raises((TypeError, ValueError), match="reward_key"):
+        NStep(reward_key=reward_key)
 
 
 @pytest.mark.requirement("many-agents")

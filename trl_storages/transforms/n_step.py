@@ -30,6 +30,16 @@ def _next_key(name: str, value: Any) -> NestedKey:
     return found
 
 
+def _next_keys(name: str, value: Any) -> NestedKey | list[NestedKey]:
+    """Returns one key, or a list of different keys."""
+    if not isinstance(value, list):
+        return _next_key(name, value)
+    found = [_next_key(name, each) for each in value]
+    if not found or len({*found}) < len(found):
+        raise ValueError(f"{name} must be a key or a list of different keys, got {value}.")
+    return found
+
+
 class NStep(ReplayTransform):
     """Folds each sampled transition with those that follow it in its episode (n-step returns).
 
@@ -53,18 +63,23 @@ class NStep(ReplayTransform):
     are folded separately. The row's `done` ends the window of all agents; one of a single agent is an
     ordinary entry.
 
+    **Several rewards.** With `reward_key=[("next", "reward"), ("next", "cost")]` each of these entries is
+    summed by itself, over the same window.
+
     **Hindsight.** In `Compose(GoalRelabel(...), NStep(...))` all rewards of a window are for the goal of
     its first row, and with a `terminated_fn` the window ends where that goal is reached.
 
     Args:
         n_step: n, at least 1; 1 only adds `steps_to_next_obs`.
         discount: γ, in [0, 1]; must match the loss.
-        reward_key: entry of the reward under `next`; one value per row or per agent.
+        reward_key: entry of the reward under `next`, one value per row or per agent; or a list of such
+            entries. `steps_to_next_obs` has the shape of the first.
         terminated_key: entry of the terminal flag under `next`, which a transform before may set.
         steps_to_next_obs_key: where m is written.
 
     Raises:
-        ValueError: `n_step` or `discount` is out of range, or a key is not under `next`.
+        ValueError: `n_step` or `discount` is out of range, a key is not under `next`, or a list of keys
+            is empty or repeats one.
 
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
 
@@ -77,7 +92,7 @@ class NStep(ReplayTransform):
 
     n_step: Any = Checked(arguments.integer, at_least=1)
     discount: Any = Checked(arguments.number, at_least=0, at_most=1)
-    reward_key: Any = Checked(_next_key)
+    reward_key: Any = Checked(_next_keys)
     terminated_key: Any = Checked(_next_key)
     steps_to_next_obs_key: Any = Checked(arguments.key)
 
@@ -86,7 +101,7 @@ class NStep(ReplayTransform):
         n_step: int = 3,
         discount: float = 0.99,
         *,
-        reward_key: NestedKey = keys.REWARD,
+        reward_key: NestedKey | list[NestedKey] = keys.REWARD,
         terminated_key: NestedKey = keys.TERMINATED,
         steps_to_next_obs_key: NestedKey = keys.STEPS_TO_NEXT_OBS,
     ) -> None:
@@ -117,15 +132,18 @@ class NStep(ReplayTransform):
             RuntimeError: a transform before has set rewards of the rows, not of their windows.
             TypeError: the rewards are complex.
         """
-        window = rows.window
-        if window is None or self.reward_key in rows.changes:
+        window, reward_keys = rows.window, self.reward_key
+        if not isinstance(reward_keys, list):
+            reward_keys = [reward_keys]
+        if window is None or not rows.changes.keys().isdisjoint(reward_keys):
             raise RuntimeError(
                 f"NStep folds {self.reward_key!r} of its window: a transform before it must change that "
                 "of rows.steps."
             )
-        rewards, lengths, changes = window[self.reward_key], rows.lengths, window.changes
+        rewards = [window[key] for key in reward_keys]
+        lengths, changes = rows.lengths, window.changes
         if not rows.is_on_host:
-            lengths = sent(lengths, rewards.device)
+            lengths = sent(lengths, rows.device)
         # Stored terminal rows end their episode anyway; only recomputed flags can end a window earlier.
         if self.terminated_key in changes:
             flags = window[self.terminated_key]
@@ -134,14 +152,15 @@ class NStep(ReplayTransform):
             lengths = torch.minimum(lengths, (is_over.cumsum(0) == 0).sum(0) + 1)
             rows.follow_window(lengths - 1)
         for key in changes:
-            if key[0] == "next" and key != self.reward_key:
+            if key[0] == "next" and key not in reward_keys:
                 rows[key] = _of_row(window[key], lengths - 1)
         rows.steps, rows.window, rows.has_returns = rows, None, True
-        size = rewards.shape[1:]
+        size = rewards[0].shape[1:]
         counts = lengths.view(-1, *(1,) * (len(size) - 1))
         if size.numel() != size[0]:
             counts = counts.expand(size).clone()
-        rows.changes[self.reward_key] = _folded(rewards, lengths, self.discount, rows.is_on_host)
+        for key, values in zip(reward_keys, rewards, strict=True):
+            rows.changes[key] = _folded(values, lengths, self.discount, rows.is_on_host)
         rows.changes[self.steps_to_next_obs_key] = counts
 
     def __repr__(self) -> str:
