@@ -33,6 +33,8 @@ __all__ = [
     "check_storable",
     "continued_keys",
     "goal_entries",
+    "have_next",
+    "info_key",
     "key_path",
     "leaves",
     "nested",
@@ -170,6 +172,15 @@ def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
     ['observation', 'desired_goal']
     """
     return [key for key in keys if key_path(key)[-1] not in _OF_A_STEP and next_key(key) in keys]
+
+
+def have_next(keys: Collection[NestedKey]) -> bool:
+    """Returns whether an entry of a row has a next value that is no by-product of TorchRL's.
+
+    >>> have_next(["observation", "is_init", ("next", "reward"), ("next", "is_init")])
+    False
+    """
+    return any(key != IS_INIT for key in shared_keys(keys))
 
 
 def key_path(key: NestedKey) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.envs import SerialEnv
 from torchrl.trainers import ReplayBufferTrainer
 
+from trl_storages import NStep
+
 pytestmark = [
     pytest.mark.requirement("nothing-crosses"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -88,6 +90,23 @@ class TestCollector:
             with pytest.raises(ValueError, match="flatten_tensordicts=False"):
                 flat.extend(data)
         assert storage.write_count == 32 * num_envs
+
+    @pytest.mark.parametrize("num_envs", [1, 3])
+    def test_n_step_returns_without_next_observations_raise(self, place, num_envs):
+        """As collectors with compact_obs=True leave them out; other batches do not need them."""
+        plain = assemble(99, num_envs, place=place, transform=NStep(1))
+        for data in collected(num_envs, 3, compact_obs=True):
+            storage = assemble(99, num_envs, place=place, transform=NStep(3))
+            with pytest.raises(ValueError, match="compact_obs"):
+                storage.extend(data)
+            assert len(storage) == 0
+            plain.extend(data)
+        assert plain.sample()["next", "reward"].shape == (32, 1)
+        plain.n_step = 2
+        for use in (plain.sample, lambda: plain.extend(data)):
+            with pytest.raises(ValueError, match="compact_obs"):
+                use()
+        assert len(plain) == 24 * num_envs
 
     @pytest.mark.parametrize("num_envs", [1, 2])
     def test_whole_trajectories(self, num_envs):

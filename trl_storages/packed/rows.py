@@ -44,6 +44,11 @@ class Rows:
         # The entry of each transition.
         self._entries: Any = view.locate(slots)
 
+    @property
+    def has_next(self) -> bool:
+        """Whether the transitions have next observations."""
+        return bool(self._view.layout.has_next)
+
     def __contains__(self, key: NestedKey) -> bool:
         key = unravel_key(key)
         return key in self.changes or key in self._fetched or key in self._view.layout

@@ -26,6 +26,7 @@ from trl_storages import arguments, keys
 from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes, renamed
 from trl_storages.index import EmptyError
+from trl_storages.keys import have_next
 from trl_storages.packed import dumps
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.drawn import Explanation, drawn_priorities, explain, one_each
@@ -41,7 +42,7 @@ from trl_storages.samplers import (
 )
 from trl_storages.states import State, from_json, to_json
 from trl_storages.streams.layout import Block, Layout
-from trl_storages.transforms import parts_of
+from trl_storages.transforms import NStep, parts_of
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
@@ -96,8 +97,9 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     >>> from trl_storages import NStep, PackedStorage
     >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
     >>> outcome = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
-    >>> steps = {"observation": torch.rand(4, 2), "next": {**outcome, "terminated": outcome["done"]}}
-    >>> storage.extend(TensorDict(steps, [4])).tolist()
+    >>> path = torch.rand(5, 2)
+    >>> after = {"observation": path[1:], **outcome, "terminated": outcome["done"]}
+    >>> storage.extend(TensorDict({"observation": path[:-1], "next": after}, [4])).tolist()
     [0, 1, 2, 3]
     >>> storage.sample()["next", "reward"].shape
     torch.Size([3, 1])
@@ -283,8 +285,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             int64 slots of the batch size of the steps.
 
         Raises:
-            ValueError, KeyError, TypeError: the steps do not fit, or a priority is negative or not
-                finite. Nothing is written then.
+            ValueError, KeyError, TypeError: the steps do not fit, a priority is negative or not finite,
+                or next observations are missing and `n_step` exceeds 1. Nothing is written then.
         """
         arguments.optional(arguments.flag, "update_priority", update_priority)
         data = self._inverse(arguments.tensordict("tensordicts", tensordicts))
@@ -295,6 +297,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         if priority is not None:
             priority = one_each(priority, data.numel(), sampler.reduction)
             priority = checked_priorities(priority, data.numel())
+        layout = self._storage.layout
+        if layout is None or not layout.has_next:
+            for part in self.parts():
+                if isinstance(part, NStep):
+                    part.check_next(have_next(data.keys(True, True)))
         with self._replay_lock, self._write_lock:
             slots = self._writer.extend(data, lanes=lanes)
             if priority is not None:

@@ -62,6 +62,8 @@ class Layout:
         #: As given.
         self.nested = nested
         self._check_dtypes()
+        #: Whether transitions have next observations.
+        self.has_next = keys.have_next(self.described)
         kinds = {key: kind[:2] for key, kind in self.described.items()}
         # What is stored once with its next values.
         seen = [key for key in keys.shared_keys(kinds) if kinds[keys.next_key(key)] == kinds[key]]

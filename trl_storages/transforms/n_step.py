@@ -114,7 +114,7 @@ class NStep(ReplayTransform):
         """Opens the window.
 
         Raises:
-            ValueError: the rows are n-step transitions already.
+            ValueError: the rows are n-step transitions already, or lack next observations.
             RuntimeError: another `NStep` has opened one.
         """
         if self.steps_to_next_obs_key in rows:
@@ -122,7 +122,16 @@ class NStep(ReplayTransform):
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
                 "already: store single steps, without MultiStep or MultiStepTransform."
             )
+        self.check_next(rows.has_next)
         rows.widen(self.n_step)
+
+    def check_next(self, has_next: bool) -> None:
+        """Raises a ValueError if n exceeds 1 and transitions have no next observations."""
+        if self.n_step > 1 and not has_next:
+            raise ValueError(
+                "n-step returns need next observations under 'next', and the transitions have none: "
+                "create the collector without compact_obs=True; each observation is stored once anyway."
+            )
 
     def replay(self, rows: BatchRows) -> None:
         """Folds the windows.
