@@ -1,6 +1,6 @@
 """The TensorDict keys of a transition, as TorchRL's collectors and losses name them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from tensordict import NestedKey, unravel_key
@@ -41,6 +41,7 @@ __all__ = [
     "next_key",
     "overlapping",
     "shared_keys",
+    "stored_info",
 ]
 
 OBSERVATION: NestedKey = "observation"
@@ -145,6 +146,26 @@ def next_key(key: NestedKey) -> NestedKey:
     (('next', 'observation'), ('next', 'goals', 'achieved'))
     """
     return ("next", *key_path(key))
+
+
+def info_key(key: NestedKey) -> NestedKey:
+    """Returns where an entry of `info_keys` is stored: a plain name under `next`, a nested key as it is.
+
+    An info describes what the step led to; TorchRL's info readers write it there as well.
+
+    >>> info_key("force"), info_key(("robot", "force"))
+    (('next', 'force'), ('robot', 'force'))
+    """
+    return next_key(key) if isinstance(key, str) else key
+
+
+def stored_info(key: NestedKey, stored: Container[NestedKey]) -> NestedKey:
+    """Returns where an info is read: as in `info_key`, or at the root if it is not stored there.
+
+    >>> stored_info("force", ["action", ("next", "force")]), stored_info("action", ["action"])
+    (('next', 'force'), 'action')
+    """
+    return found if (found := info_key(key)) in stored else key
 
 
 def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:

@@ -114,9 +114,11 @@ class UniformReplayStorage(ReplayStorage):
             it, or `{**info, "state": state, "next": {"state": next_state}}` where both have a field. That
             of `("next", "reward")` is in the place of (float32, [1]): recipes store one reward a row. For
             those of each agent put a storage together from parts.
-        info_keys: entries of gymnasium's infos to store as well, under the key given: keys, whose
-            first write fixes dtype and shape, or a mapping from key to space. `("next", "force")` is
-            the infos' `force`, stored where TorchRL's info readers put it.
+        info_keys: entries of gymnasium's infos to store as well: keys, whose first write fixes dtype and
+            shape, or a mapping from key to space. `force` is stored as `("next", "force")`, where
+            TorchRL's info readers write it, because an info describes what the step led to: n-step
+            returns take it from the last step. A nested key is stored as it is. What belongs to the
+            observation, such as a hidden state before the step, is an entry of `extra_fields`.
         autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
             loops that reset themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
@@ -285,14 +287,15 @@ def _fields(
 ) -> tuple[dict[Any, Any], list[NestedKey]]:
     """Returns the fields of the rows, None of an info whose field is yet unknown, and the infos."""
     fields = transition_fields(observation_space, action_space, info_keys)
-    infos = arguments.keys("info_keys", info_keys)
+    names = arguments.keys("info_keys", info_keys)
+    infos = [*map(keys.info_key, names)]
     stacks = _stacks(frame_stack, fields, infos)
     what = "a mapping from key to (dtype, shape)"
     further = {
         arguments.key("extra_fields", key): (dtype, torch.Size(shape))
         for key, (dtype, shape) in arguments.mapping("extra_fields", extra_fields, what).items()
     }
-    if taken := {*further} & {*infos, *fields} - {keys.REWARD}:
+    if taken := {*further} & {*names, *infos, *fields} - {keys.REWARD}:
         raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
     fields |= further
     # The first write fixes the layout of infos without a space.

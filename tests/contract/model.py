@@ -175,7 +175,7 @@ def folded(
         each = rows(window, layout)
         if goal is not None:
             each["desired_goal"] = each["next", "desired_goal"] = goal.expand(len(window), -1)
-            seen = each["next", "achieved_goal"], each["desired_goal"], each
+            seen = each["next", "achieved_goal"], each["desired_goal"], each["next"]
             each["next", "reward"] = reward_fn(*seen).unsqueeze(1)
             if terminated_fn is not None:
                 each["next", "terminated"] = terminated_fn(*seen).unsqueeze(1)

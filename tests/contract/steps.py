@@ -85,9 +85,9 @@ def rows(steps: Sequence[Transition], layout: str = "goals") -> TensorDict:
         {
             **_observations(ids, firsts, layout),
             "action": torch.stack([ids, -ids], 1).float(),
-            "effort": effort,
             "next": {
                 **_observations(ids + 1, firsts, layout),
+                "effort": effort,
                 "reward": reward_fn(*goals, {"effort": effort}).unsqueeze(1),
                 "done": terminated | truncated,
                 "terminated": terminated,
@@ -187,7 +187,7 @@ def record(storage: Any, steps: Sequence[Transition], layout: str = "goals") -> 
         part.select(*_keys(layout)).apply(lambda value: value.clone()) for part in (step, after)
     )
     flags = [after[name].squeeze(-1).numpy() for name in ("reward", "terminated", "truncated")]
-    infos = {"effort": step["effort"].numpy()}
+    infos = {"effort": after["effort"].numpy()}
     return storage.record(_arrays(seen), step["action"].numpy(), *flags, infos, _arrays(next_seen))
 
 

@@ -125,7 +125,7 @@ WRITES = {
             ("no reward", lambda d: d.exclude(("next", "reward")), KeyError),
             ("no truncated", lambda d: d.exclude(("next", "truncated")), KeyError),
             ("no next goal", lambda d: d.exclude(("next", "achieved_goal")), KeyError),
-            ("no info", lambda d: d.exclude("effort"), KeyError),
+            ("no info", lambda d: d.exclude(("next", "effort")), KeyError),
             ("a flag without its dimension", flagged, ValueError),
             ("a first row that is terminal and not done", terminal(0), ValueError),
             ("a last row that is terminal and not done", terminal(-1), ValueError),
@@ -170,7 +170,7 @@ def step(**changes):
         "rewards": np.zeros(2),
         "terminateds": flags,
         "truncateds": flags,
-        "infos": {"effort": data["effort"].numpy()},
+        "infos": {"effort": data["next", "effort"].numpy()},
         "next_observations": after,
     }
     return {**values, **changes}
@@ -399,7 +399,13 @@ OPTIONS = {
     "autoreset_mode": ["sometimes", 5],
     "on_gap": ["stop", 5],
     "frame_stack": [1, 0, 1.5, "x"],
-    "info_keys": [5, "word", ["index"], {"action": gymnasium.spaces.Box(-1, 1, (2,))}],
+    "info_keys": [
+        5,
+        "word",
+        ["reward"],
+        ["action"],
+        {"observation": gymnasium.spaces.Box(-1, 1, (2,))},
+    ],
     "extra_fields": [5, {"x": 3}, {"action": (torch.float32, (2,))}, {"index": (torch.int64, ())}],
     "unknown": [1],
 }

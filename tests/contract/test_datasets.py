@@ -230,7 +230,7 @@ def test_missing_rewards_are_those_of_the_goal(n_step):
             batch_size=64,
         )
         rows, batch = storage[:], storage.sample()
-        due = scaled(rows["next", "achieved_goal"], rows["next", "desired_goal"], rows)
+        due = scaled(rows["next", "achieved_goal"], rows["next", "desired_goal"], rows["next"])
         assert torch.equal(rows["next", "reward"], due.unsqueeze(-1).float())
         assert (~batch["her_mask"]).sum() == 32
         assert batch["next", "reward"].isfinite().all()
@@ -360,7 +360,7 @@ def test_arguments_that_do_not_fit(arguments, kind):
 def test_minari_and_back(monkeypatch, tmp_path):
     pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    storage = datasets.from_arrays(goal_paths())
+    storage = datasets.from_arrays(goal_paths(), info_keys=["success"])
     dataset = datasets.to_minari(storage, "mine/goals-v0")
     assert [len(episode) for episode in dataset] == [7, 12, 5]
     assert [bool(episode.terminations[-1]) for episode in dataset] == [False, True, False]
@@ -415,7 +415,7 @@ def test_minari_of_lanes_and_cuts(monkeypatch, tmp_path):
     ]
     assert [bool(episode.truncations[-1]) for episode in dataset] == [False, True, False, True]
     again = datasets.from_minari("lanes-v0", float_dtype=torch.float32, info_keys=["cost"])
-    assert again[:]["cost"].tolist() == again[:]["next", "reward"].flatten().tolist()
+    assert again[:]["next", "cost"].tolist() == again[:]["next", "reward"].flatten().tolist()
     assert again.episodes.episodes()["length"].tolist() == [2, 4, 5, 1]
     gaps = datasets.from_arrays(
         d4rl(next_observations=np.ones((9, 1), np.float32)), on_gap="ignore"

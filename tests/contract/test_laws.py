@@ -171,7 +171,7 @@ def relabelled(storage, lanes, num_rows):
         batch = batch[batch["her_mask"]]
         assert torch.equal(batch["desired_goal"], batch["next", "desired_goal"])
         assert (rest["desired_goal"][:, 1] == -1).all()
-        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch["next"])
         assert torch.equal(batch["next", "reward"], reward.unsqueeze(-1))
         pairs += zip(lanes.of(batch), lanes.reaching(batch["desired_goal"]), strict=True)
     return pairs
@@ -310,7 +310,7 @@ class TestGoals:
             assert torch.equal(batch[key], batch["next", key])
             wanted = [lanes.goals(step, strategy) for step in lanes.of(it)]
             assert [[goal] for goal in lanes.reaching(it[key])] == wanted
-        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch["next"])
         assert torch.equal(batch["next", "reward"], reward.unsqueeze(-1))
 
 
@@ -770,7 +770,9 @@ class TestSequences:
             if line["her_mask"].all():
                 [goal] = set(lanes.reaching(line["desired_goal"]))
                 assert [goal] == lanes.goals(anchor, "final")
-                reward = reward_fn(line["next", "achieved_goal"], line["desired_goal"], line)
+                reward = reward_fn(
+                    line["next", "achieved_goal"], line["desired_goal"], line["next"]
+                )
                 assert torch.equal(line["next", "reward"].squeeze(-1), reward)
             else:
                 assert not line["her_mask"].any()

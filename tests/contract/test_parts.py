@@ -188,21 +188,23 @@ class TestSlices:
         # Of rows that are named twice the last value counts.
         twice = index[[2, 2, 3, 4]]
         storage.rewrite(twice, {("next", "reward"): torch.cat([reward[1:2], reward])})
-        storage.rewrite(index[2:5], {"effort": effort})
+        storage.rewrite(index[2:5], {("next", "effort"): effort})
         expected = storage[index]  # a clone of tensordict's has no -0.0
-        expected["next", "reward"][2:5], expected["effort"][2:5] = reward, effort
+        expected["next", "reward"][2:5], expected["next", "effort"][2:5] = reward, effort
         assert_same(storage[index], expected)
-        storage.rewrite(index[2:5].tolist(), {"effort": effort})
+        storage.rewrite(index[2:5].tolist(), {("next", "effort"): effort})
         for mask in (index == index[2], index[2:5].double()):
             with pytest.raises(TypeError, match="integers"):
-                storage.rewrite(mask, {"effort": effort})
+                storage.rewrite(mask, {("next", "effort"): effort})
         for key in ("observation", ("next", "done"), ("next", "achieved_goal"), "unknown"):
             value = before.get(key, reward)[2:5]
             with pytest.raises((ValueError, KeyError)):
                 storage.rewrite(index[2:5], {key: value})
         for wrong in (reward[:2], reward.double()):
             with pytest.raises(ValueError, match="reward"):
-                storage.rewrite(index[2:5], {"effort": effort + 1, ("next", "reward"): wrong})
+                storage.rewrite(
+                    index[2:5], {("next", "effort"): effort + 1, ("next", "reward"): wrong}
+                )
         assert_same(storage[index], expected)
 
 

@@ -247,13 +247,15 @@ class TestTransforms:
         storage, lanes = filled("hindsight")
         storage.append_transform(RewardScaling(0.0, 2.0, in_keys=[("next", "reward")]))
         storage.append_transform(
-            DTypeCastTransform(torch.float64, torch.float32, in_keys=["effort"], in_keys_inv=[])
+            DTypeCastTransform(
+                torch.float64, torch.float32, in_keys=[("next", "effort")], in_keys_inv=[]
+            )
         )
         batch = storage.sample()
         new = batch["her_mask"]
-        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch)
+        reward = reward_fn(batch["next", "achieved_goal"], batch["desired_goal"], batch["next"])
         assert torch.equal(batch["next", "reward"][new, 0], 2 * reward[new])
-        assert batch["effort"].dtype is torch.float32
+        assert batch["next", "effort"].dtype is torch.float32
         assert_same(storage[batch["index"]], rows(lanes.of(batch)))
 
     def test_the_discount_of_the_recipes(self):
@@ -292,9 +294,11 @@ def test_names_that_sampling_sets_are_refused():
     assert len(added) > 12
     box = gymnasium.spaces.Box(-1, 1, (2,))
     for key in added - {"is_init", "steps_to_next_obs"}:
-        for options in ({"info_keys": {key: box}}, {"extra_fields": {key: (torch.float32, (2,))}}):
-            with pytest.raises(ValueError, match=key if isinstance(key, str) else key[-1]):
-                make(**options)
+        with pytest.raises(ValueError, match=key if isinstance(key, str) else key[-1]):
+            make(extra_fields={key: (torch.float32, (2,))})
+        if isinstance(key, tuple):  # an info with a plain name is under "next"
+            with pytest.raises(ValueError, match=key[-1]):
+                make(info_keys={key: box})
 
 
 @pytest.mark.parametrize("key", ["is_init", "steps_to_next_obs", ("next", "index")])

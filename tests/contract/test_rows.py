@@ -70,7 +70,7 @@ def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
 
 
 def test_a_step_of_a_loop_lacks_what_only_batches_tell():
-    storage, data = assemble(20), rows(Player().play([4])).exclude("effort")
+    storage, data = assemble(20), rows(Player().play([4])).exclude(("next", "effort"))
     data.set(("next", "cost"), torch.ones(4, requires_grad=True))
     for is_first in (True, False):
         with torch.inference_mode(is_first):

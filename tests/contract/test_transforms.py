@@ -140,7 +140,7 @@ class TestRelabel:
             ({"sampler": HERSampler()}, "written by a transform"),
             ({"transform": GoalRelabel(no_reward)}, r"HERSampler\(\)"),
             ({"transform": GoalRelabel(no_reward, goal_key="other")}, r"HERSampler\(.*'other'"),
-            ({"transform": NStep(3, steps_to_next_obs_key="effort")}, "n-step"),
+            ({"transform": NStep(3, steps_to_next_obs_key=("next", "effort"))}, "n-step"),
             ({"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]}, "before"),
             ({"sampler": HERSampler(goal_key="to"), "transform": GoalRelabel(no_reward)}, "'to'"),
             (

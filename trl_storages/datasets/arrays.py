@@ -9,7 +9,8 @@ Letters: N rows of the arrays, G goal size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -123,10 +124,11 @@ def from_arrays(
     >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
+    infos = arguments.keys("info_keys", options.get("info_keys", ()))
     if isinstance(data, Mapping):
-        entries = entries_of(data, goal_fn)
+        entries = entries_of(data, goal_fn, infos)
     else:
-        entries, path_ends = joined([entries_of(path, goal_fn) for path in data])
+        entries, path_ends = joined([entries_of(path, goal_fn, infos) for path in data])
         ends = path_ends if ends is None else ends
     if REWARD not in entries[0] and goal_fn is None and options.get("reward_fn") is None:
         raise KeyError(
@@ -153,9 +155,10 @@ def filled(
     """
     if (first := next(blocks, None)) is None:
         raise ValueError("a dataset must have steps, got none.")
-    infos = {*arguments.keys("info_keys", options.get("info_keys", ()))}
+    infos = {*map(keys.info_key, arguments.keys("info_keys", options.get("info_keys", ())))}
+    given = {**(options.get("extra_fields") or {})}
     fields = {key: (leaf.dtype, leaf.shape[1:]) for key, leaf in first.items(True, True)}
-    twins = {*keys.shared_keys(fields)} - infos
+    twins = {*keys.shared_keys(fields)} - infos - given.keys()
     known = {*infos, *map(next_key, twins)}
     observations, actions, further = Composite(), Composite(), {}
     for key, (dtype, shape) in fields.items():
@@ -203,12 +206,21 @@ def _rewards(relabel: GoalRelabel | None, steps: TensorDict) -> torch.Tensor:
     if relabel is None or relabel.reward_fn is None:
         return torch.full((len(steps), 1), torch.nan, device="cpu")
     achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
-    found = relabel.reward_fn(achieved, goals, {key: steps[key] for key in relabel.info_keys})
+    stored = steps.keys(True)
+    infos = {key: steps[keys.stored_info(key, stored)] for key in relabel.info_keys}
+    found = relabel.reward_fn(achieved, goals, infos)
     return torch.as_tensor(found, device="cpu").float().reshape(-1, 1)
 
 
-def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
+def entries_of(
+    data: Any, goal_fn: GoalOf | None = None, infos: Collection[NestedKey] = ()
+) -> Entries:
     """Sorts the arrays of a dataset by their names.
+
+    Args:
+        data: the arrays.
+        goal_fn: as in `from_arrays`.
+        infos: names that are read as infos, whatever they mean elsewhere.
 
     Raises:
         KeyError: there are no observations or actions, or only some have next values.
@@ -240,7 +252,7 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
 
     for name, value in arguments.mapping("data", data, "a dictionary of arrays").items():
         base = name.removeprefix("next_").removesuffix("_next")
-        role = _ROLES.get(base, base)
+        role = base if name in infos else _ROLES.get(base, base)
         path = () if role == OBSERVATION and isinstance(value, Mapping) else tuple(role.split("/"))
         if base != name or role == "reward":
             path = ("next", *path)
@@ -249,6 +261,7 @@ def entries_of(data: Any, goal_fn: GoalOf | None = None) -> Entries:
             if isinstance(leaf, Mapping):  # an empty group
                 continue
             key = unravel_key(found)
+            key = keys.info_key(key) if key in infos else key
             add(key, leaf)
             if role in (OBSERVATION, ACHIEVED_GOAL, DESIRED_GOAL):
                 (seen if base == name else after).append(key)

@@ -60,7 +60,8 @@ def from_minari(
     """
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
-    infos = [*map(keys.key_path, arguments.keys("info_keys", options.get("info_keys", ())))]
+    named = arguments.keys("info_keys", options.get("info_keys", ()))
+    infos = [keys.key_path(keys.info_key(key)) for key in named]
     numbers = dataset.episode_indices
     # Episodes of about one block are read together.
     at_once = max(1, BLOCK * len(numbers) // max(1, dataset.total_steps))

@@ -35,6 +35,10 @@ _SYNONYMS = {
     "max_size=": "buffer_size capacity size storage_size",
     "path=, and fresh=True to discard what the directory holds": "scratch_dir",
 }
+_BRIDGE = (
+    "To use rows of other fields, such as infos that are not under 'next', make a new storage and call "
+    "new.extend_from(old), old as it was made or ReplayStorage.open(path) of a directory."
+)
 
 
 class PackedStorage(TensorStorage):  # type: ignore[misc]
@@ -164,7 +168,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
             if None in known.values() or Layout(known).described != described:
                 raise ValueError(
-                    f"{self.path} holds rows of {found.layout}, got fields {self.fields}."
+                    f"{self.path} holds rows of {found.layout}, got fields {self.fields}. {_BRIDGE}"
                 )
 
     def prepare(self) -> None:
@@ -198,9 +202,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
         Raises:
             ValueError: one has a name that sampling sets.
+            KeyError: a field is missing.
         """
         if self.layout is not None:
             return self.layout
+        if missing := [key for key, kind in self.fields.items() if not kind and key not in found]:
+            raise KeyError(f"rows must hold {missing}, they have {[*found]}. {_BRIDGE}")
         for key in found:
             keys.check_storable(key)
         kinds = {key: kind or found[key] for key, kind in self.fields.items()}
@@ -322,7 +329,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
             if own != layout:
-                raise ValueError(f"rows must be {own}, got {layout}: nothing changed.")
+                raise ValueError(f"rows must be {own}, got {layout}: nothing changed. {_BRIDGE}")
 
         def adopt() -> None:
             if layout is not None and self.layout is None:

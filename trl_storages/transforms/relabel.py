@@ -53,7 +53,9 @@ class GoalRelabel(ReplayTransform):
         goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`; None is the
             desired goal. If the rows do not store this goal, rows without a drawn goal get
             `desired_goal`.
-        info_keys: further entries passed to the functions.
+        info_keys: further entries passed to the functions, under the names given here. A plain name is
+            read under `next`, where infos are stored, or at the root if it is not stored there, as
+            "action" is.
         achieved_goal_key: entry of the achieved goal.
         desired_goal_key: entry of the desired goal.
         reward_key: entry of the reward under `next`, one value a row.
@@ -192,7 +194,7 @@ class GoalRelabel(ReplayTransform):
             )
         infos = {}
         for key in self._info_keys:
-            infos[key] = rows[key].flatten(0, len(batch) - 1)
+            infos[key] = rows[keys.stored_info(key, rows)].flatten(0, len(batch) - 1)
         if len(batch) > 1:  # of windows the function gets one flat batch
             goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
         result = getattr(self, name)(achieved, goals, infos)

@@ -65,13 +65,14 @@ def transition_fields(
             TorchRL's `env.observation_spec`, whose leading dimensions (for a batch of environments)
             are dropped.
         action_space: likewise; a spec has the same leading dimensions as the observation's.
-        info_keys: further entries. A mapping from key to space or spec gives their fields; with a
-            plain sequence of keys they are unknown until the first step, so they have none here.
+        info_keys: further entries, which are stored at `keys.info_key`. A mapping from key to space or
+            spec gives their fields; with a plain sequence of keys they are unknown until the first step,
+            so they have none here.
 
     Returns:
         Mapping from key to the dtype and the shape of a single transition: observations at the
-        root and under "next", "action", the info entries, and under "next" the reward (float32)
-        and the flags `done`, `terminated`, `truncated` (bool), all four of the shape `[1]`.
+        root and under "next", "action", the infos, and under "next" the reward (float32) and the flags
+        `done`, `terminated`, `truncated` (bool), all four of the shape `[1]`.
 
     Raises:
         TypeError: a space has no tensor of a fixed shape and dtype (`Tuple`, `Text`, `Graph`, ...).
@@ -88,20 +89,35 @@ def transition_fields(
     for name, entries in (("observation_space", observations), ("action_space", actions)):
         if not entries:
             raise ValueError(f"{name} must have an entry, got none.")
-    named = arguments.keys("info_keys", info_keys)
-    known = info_keys.values() if isinstance(info_keys, Mapping) else ()
-    infos: dict[NestedKey, Kind] = {}
-    for name, space in zip(named, known, strict=False):
-        infos |= (found := _fields_of(space, name, 0))
-        if [*found] != [name]:
-            raise TypeError(f"the info {name!r} must be of a single space, got {space}: name each.")
     # The fields of every transition come first, so that no entry can replace them.
     fields = dict(OUTCOME_FIELDS)
-    following = ((keys.next_key(key), field) for key, field in observations.items())
-    rest = (observations.items(), actions.items(), infos.items(), following)
-    for key, field in chain(*rest):
+    following = {keys.next_key(key): field for key, field in observations.items()}
+    for key, field in chain(observations.items(), actions.items(), following.items()):
         keys.check_free(key, fields)
         fields[key] = field
+    infos = _info_fields(info_keys)
+    for key, info in infos.items():
+        # TorchRL's info readers make an info part of the observation.
+        if key in following and info in (None, following[key]):
+            continue
+        keys.check_free(key, fields)
+        if key[0] == "next":  # beside an action it would count as the next value of that
+            keys.check_free(unravel_key(key[1:]), fields)
+    return fields | {key: field for key, field in infos.items() if field is not None}
+
+
+def _info_fields(info_keys: InfoKeys) -> dict[NestedKey, Kind | None]:
+    """Returns the fields of the infos by the keys under which they are stored, None if unknown."""
+    spaces_of = info_keys if isinstance(info_keys, Mapping) else {}
+    fields: dict[NestedKey, Kind | None] = {}
+    for name, key in zip(info_keys, arguments.keys("info_keys", info_keys), strict=True):
+        keys.check_free(stored := keys.info_key(key), fields)
+        fields[stored] = None
+        if name in spaces_of:
+            found = _fields_of(space := spaces_of[name], key, 0)
+            if [*found] != [key]:
+                raise TypeError(f"the info {key!r} must have one space, got {space}: name each.")
+            fields[stored] = found[key]
     return fields
 
 

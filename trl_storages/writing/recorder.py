@@ -40,7 +40,7 @@ class Recorder:
         num_envs: E; a single environment may also come without the leading dimension.
         choices: of discrete actions, from `choices_of`; other actions are refused.
         autoreset_mode: `env.metadata["autoreset_mode"]`; vector environments need it, also those of one.
-        info_keys: entries of the infos to keep.
+        info_keys: the stored fields that are read from the infos.
     """
 
     def __init__(
