@@ -181,6 +181,12 @@ def test_infos_are_stored_and_metadata_are_not():
         ({"masks": [1, 0, 1, 1], "dones_float": [0, 1, 0, 1]}, [1], [3]),
         ({"masks": [1, 0, 1, 1]}, [1], []),
         ({"terminal": np.array([[0], [1], [0], [0]])}, [1], []),
+        ({"termination": [0, 1, 0, 0], "truncation": [0, 0, 0, 1]}, [1], [3]),
+        # RLDS: flags of the transition, as next observations are there.
+        ({"is_terminal": [0, 1, 0, 0], "is_last": [0, 1, 0, 1]}, [1], [3]),
+        ({"is_terminal": [0, 1, 0, 0], "is_first": [1, 0, 1, 0]}, [1], []),
+        ({"is_first": [1, 0, 1, 0]}, [], [1]),
+        ({"is_last": [0, 1, 0, 0]}, [], [1]),
     ],
 )
 def test_flags_of_all_conventions(flags, terminated, truncated):
@@ -200,13 +206,117 @@ def test_flags_of_all_conventions(flags, terminated, truncated):
     assert storage[:]["action"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept", "terminated", "truncated"),
+    [
+        ({"is_first": [1, 0, 0, 1, 0, 0]}, [0, 1, 3, 4], [], [1]),
+        ({"is_last": [0, 0, 1, 0, 0, 1]}, [0, 1, 3, 4], [], [1, 4]),
+        (
+            {"is_last": [0, 0, 1, 0, 0, 1], "is_terminal": [0, 0, 1, 0, 0, 0]},
+            [0, 1, 3, 4],
+            [1],
+            [4],
+        ),
+        (
+            {"is_first": [1, 0, 0, 1, 0, 0], "is_terminal": [0, 0, 0, 0, 0, 1]},
+            [0, 1, 3, 4],
+            [4],
+            [1],
+        ),
+        # An episode of a single observation has no transition.
+        ({"is_last": [0, 0, 1, 1, 0, 1], "is_terminal": [0, 0, 0, 1, 0, 1]}, [0, 1, 4], [4], [1]),
+    ],
+)
+def test_flags_of_rlds_mark_observations(flags, kept, terminated, truncated):
+    """The last step of an episode holds an observation; its action and reward mean nothing."""
+    data = {"observation": column(range(6)), "action": np.arange(6), "reward": np.arange(6.0)}
+    flags = {name: np.array(flag, bool) for name, flag in flags.items()}
+    storage = datasets.from_arrays({**data, "discount": np.ones(6), **flags})
+    now, after, is_terminal, is_cut = seen(storage)
+    assert (now, after) == (kept, [row + 1 for row in kept])
+    assert storage[:]["next", "reward"].flatten().tolist() == kept
+    assert [row for row, flag in zip(kept, is_terminal, strict=True) if flag] == terminated
+    assert [row for row, flag in zip(kept, is_cut, strict=True) if flag] == truncated
+
+
+FLAG = np.arange(9) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("episode_end", "episode_end"),
+        ("info/last", ("info", "last")),
+        ("life.done", "life.done"),
+        ("Timeouts_all", "Timeouts_all"),
+        ("next_terminals", ("next", "terminals")),
+    ],
+)
+def test_flags_with_names_of_ends_must_be_explained(name, key):
+    data = d4rl(**{name: FLAG})
+    with pytest.raises(ValueError, match=r"end of an episode.*ends=.*info_keys=.*extra_fields="):
+        datasets.from_arrays(data)
+    rows = datasets.from_arrays(data, extra_fields={key: (torch.bool, (1,))})[:]
+    assert rows[key].flatten().tolist() == FLAG[[0, 1, 2, 3, 4, 5, 7]].tolist()
+    plain = without("terminals") | {name: FLAG}
+    for ends in (FLAG, name) if isinstance(key, str) else (FLAG,):
+        lengths = datasets.from_arrays(plain, ends).episodes.episodes()["length"]
+        assert lengths.tolist() == [3, 2, 1]
+
+
+def test_flags_named_as_infos_are_stored_under_next():
+    rows = datasets.from_arrays(d4rl(episode_end=FLAG), info_keys=["episode_end"])[:]
+    assert rows["next", "episode_end"].tolist() == FLAG[[0, 1, 2, 3, 4, 5, 7]].tolist()
+    rows = datasets.from_arrays(d4rl(is_last=FLAG), info_keys=["is_last"])[:]
+    assert rows["next", "is_last"].any()
+    assert not rows["next", "truncated"][0:3].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bended", FLAG),
+        ("is_success", FLAG),
+        ("end", np.arange(9.0)),
+        ("ends_of", np.zeros((9, 2), bool)),
+        ("observations", {"observation": column(range(9)), "last": FLAG}),
+    ],
+)
+def test_other_entries_are_stored_unasked(name, value):
+    assert len(datasets.from_arrays(d4rl(**{name: value}))) == 7
+
+
+def test_an_end_that_is_no_entry_is_refused():
+    with pytest.raises(KeyError, match=r"ends.*'nothing'"):
+        datasets.from_arrays(d4rl(), "nothing")
+
+
+@pytest.mark.parametrize(
+    ("observations", "kind", "answer"),
+    [
+        ((np.zeros((9, 2)), np.zeros((9, 2))), TypeError, "Tuple space: give each part a name"),
+        (
+            {"x": (np.zeros((9, 2)), np.zeros((9, 3)))},
+            TypeError,
+            "Tuple space: give each part a name",
+        ),
+        (np.array([None] * 9), TypeError, "must be numbers"),
+        ([[1.0], [1.0, 2.0]], ValueError, "rows of one shape"),
+    ],
+)
+def test_observations_that_are_no_array_are_named(observations, kind, answer):
+    for data in (d4rl(observations=observations), [d4rl(observations=observations)]):
+        with pytest.raises(kind, match=answer):
+            datasets.from_arrays(data)
+
+
 def test_data_that_tell_no_ends_are_refused():
     data = {"observations": column(range(6)), "actions": column(range(6))}
-    data |= {"rewards": np.zeros(6), "is_last": np.arange(6) % 3 == 2}
+    data |= {"rewards": np.zeros(6), "is_over": np.arange(6) % 3 == 2}
     with pytest.raises(ValueError, match=r"where episodes end.*ends="):
         datasets.from_arrays(data)
     assert not datasets.from_arrays(data, np.zeros(6))[:]["next", "done"].any()
-    ends = data.pop("is_last")
+    ends = data.pop("is_over")
     assert datasets.from_arrays(data, ends).episodes.episodes()["length"].tolist() == [2, 2]
 
 

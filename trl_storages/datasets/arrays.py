@@ -24,7 +24,7 @@ from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, 
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
 from trl_storages.transforms import GoalRelabel
-from trl_storages.writing.fields import OUTCOME_FIELDS, as_tensor
+from trl_storages.writing.fields import OUTCOME_FIELDS, as_field, as_tensor
 
 __all__ = [
     "BLOCK",
@@ -55,13 +55,21 @@ _NAMES = {
     "reward": "rewards rews rew",
     "achieved_goal": "achieved_goals",
     "desired_goal": "desired_goals",
-    "terminals": "terminal terminations terminateds terminated",
-    "timeouts": "timeout truncations truncateds truncated",
+    "terminals": "terminal terminations termination terminateds terminated",
+    "timeouts": "timeout truncations truncation truncateds truncated",
     "dones": "done dones_float",
     "masks": "",
+    "is_first": "",
+    "is_last": "",
+    "is_terminal": "",
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in (role, *names.split())}
-_FLAGS = ("terminals", "timeouts", "dones", "masks")
+_FLAGS = ("terminals", "timeouts", "dones", "masks", "is_first", "is_last", "is_terminal")
+# In names of entries, as they are or as plurals: the entry may mark ends of episodes.
+_END_WORDS = re.compile(
+    r"(?:^|[_/.])(?:terminal|terminated|termination|done|last|truncated|truncation|timeout|end)s?(?:$|[_/.])",
+    re.IGNORECASE,
+)
 
 
 def from_arrays(
@@ -78,9 +86,10 @@ def from_arrays(
 
     Entries are known by the names of D4RL, OGBench, Minari, garage and others: `observations` (an array
     or a dictionary), `actions`, `rewards`, `next_observations`, flags of ends (`terminals`, `timeouts`,
-    `terminations`, `truncations`, `dones`, `masks`), goals (`achieved_goals`,
-    `desired_goals`). All other entries with one row for each step are stored under their own names,
-    `infos/qpos` as `("infos", "qpos")`, except D4RL's `metadata`.
+    `terminations`, `truncations`, `dones`, `masks`, and `is_first`, `is_last`, `is_terminal` of RLDS),
+    goals (`achieved_goals`, `desired_goals`). All other entries with one row for each step are stored
+    under their own names, `infos/qpos` as `("infos", "qpos")`, except D4RL's `metadata`. Flags whose
+    name may mean an end, such as `episode_end`, raise unless an argument says what they are.
 
     Without `next_observations`, these are the observations of the following rows: the last row of an
     episode only supplies the next observation of the row before. A terminal last row stays, for its
@@ -91,11 +100,15 @@ def from_arrays(
     `timeouts`. Other data whose `terminals` are only ends need `ends=data.pop("terminals")`, also where
     rewards were added to OGBench's without its `masks`.
 
+    `is_terminal`, without `next_observations`, marks the rows of terminal observations, as in RLDS: the
+    row before leads there, and the row itself only supplies that observation. With `next_observations` it
+    marks the transitions that lead to one.
+
     Args:
         data: name -> `[N, ...]` array or tensor on the CPU; or a list of such dictionaries, one for each
             episode, which may have one observation more than actions.
-        ends: `[N]` bool, where episodes end; None looks for the names above. For a single trajectory pass
-            `np.zeros(N)`.
+        ends: `[N]` bool, where episodes end, or the name of the entry that says so; None looks for the
+            names above. For a single trajectory pass `np.zeros(N)`.
         recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
         goal_fn: returns the goals `[N, G]` that all observations `[N, ...]` (a tensor, or a dictionary of
@@ -107,7 +120,8 @@ def from_arrays(
         float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
         progress: whether to show a bar of tqdm.
         **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
-            keeps the last ones.
+            keeps the last ones. Entries named in `info_keys` are stored as infos, `speed` as
+            `("next", "speed")`; those in `extra_fields` under their names, with that dtype and shape.
 
     Returns:
         the storage.
@@ -115,7 +129,7 @@ def from_arrays(
     Raises:
         KeyError: an entry is missing; the message lists what there is.
         TypeError: an entry is not numeric.
-        ValueError: lengths differ, or `path` holds rows. Nothing is written then.
+        ValueError: lengths differ, an entry may mark ends, or `path` holds rows. Nothing is written then.
 
     >>> import numpy as np
     >>> data = {"observations": np.arange(12.0).reshape(6, 2), "actions": np.zeros((6, 1)),
@@ -130,6 +144,12 @@ def from_arrays(
     else:
         entries, path_ends = joined([entries_of(path, goal_fn, infos) for path in data])
         ends = path_ends if ends is None else ends
+    if isinstance(ends, str):
+        name = unravel_key(tuple(_ROLES.get(ends, ends).split("/")))
+        if name not in entries[0]:
+            raise KeyError(f"ends must be flags or name an entry of {[*entries[0]]}, got {ends!r}.")
+        ends = entries[0].pop(name)
+    _check_names(entries, {*map(keys.info_key, infos), *(options.get("extra_fields") or ())}, ends)
     if REWARD not in entries[0] and goal_fn is None and options.get("reward_fn") is None:
         raise KeyError(
             f"data must have the entry 'rewards', there are {[*entries[0]]}; or goals (or goal_fn=) "
@@ -138,6 +158,29 @@ def from_arrays(
     columns = columns_of(entries, ends, sets_goals=goal_fn is not None)
     num_rows = len(columns[keys.DONE][1])
     return filled(recipe, blocks_of(columns, float_dtype), num_rows, options, progress=progress)
+
+
+def _check_names(entries: Entries, named: Collection[NestedKey], ends: Any) -> None:
+    """Raises a ValueError if flags that nothing explains have a name that may mean the end of an episode.
+
+    Args:
+        entries: the arrays.
+        named: entries that are named as infos or further fields.
+        ends: the flags that were passed.
+    """
+    fields, observations = entries
+    known = {*_FLAGS, *named, *observations, *map(next_key, observations)}
+    for key, values in fields.items():
+        path = keys.key_path(key)
+        if key in known or path[0] == ACTION or values.dtype != bool or values.size != len(values):
+            continue
+        is_passed = np.array_equal(values.reshape(-1), np.reshape(ends, -1))
+        if _END_WORDS.search("/".join(path)) and not is_passed:
+            raise ValueError(
+                f"{key!r} holds a flag for each step, and its name may mean the end of an episode. "
+                "For ends of either kind pass ends= with its name. For terminal states rename it "
+                "terminals, for time limits timeouts. To store it name it in info_keys= or extra_fields=."
+            )
 
 
 def filled(
@@ -168,8 +211,8 @@ def filled(
             actions[key] = Unbounded(shape, dtype=dtype)
         elif key not in known and OUTCOME_FIELDS.get(key) != fields[key]:
             further[key] = dtype, shape
-    options = {"storage_size": max(num_rows, 2), **options}
-    storage = recipe(observations, actions, **options, extra_fields=further)
+    options = {"storage_size": max(num_rows, 2), **options, "extra_fields": {**further, **given}}
+    storage = recipe(observations, actions, **options)
     num_stored, num_envs = len(storage), storage.episodes.num_envs
     if num_stored or num_envs > 1:
         storage.close(keep=num_stored > 0)
@@ -181,6 +224,9 @@ def filled(
     every: Iterable[TensorDict] = chain([first], blocks)
     try:
         for steps in _shown(every, num_rows) if progress else every:
+            for key, (dtype, shape) in given.items():
+                values = arguments.values(repr(key), steps[key])
+                steps[key] = as_field(values, dtype, (len(steps), *shape), repr(key))
             if REWARD not in fields:
                 steps[REWARD] = _rewards(relabel, steps)
             storage.extend(steps)
@@ -335,8 +381,9 @@ def columns_of(entries: Entries, ends: Any = None, *, sets_goals: bool = False) 
             "data must tell where episodes end (terminals, timeouts, dones...): pass ends=, a flag for "
             "each row; np.zeros(N) for a single trajectory."
         )
-    terminated, truncated, leads_nowhere = _ends_of(flags, num_rows, REWARD in fields)
     at, follows = np.arange(num_rows), next_key(observations[0]) not in fields
+    has_rewards = REWARD in fields
+    terminated, truncated, leads_nowhere = _ends_of(flags, num_rows, has_rewards, follows)
     kept = ~leads_nowhere | terminated if follows else at >= 0
     # An episode that ends with a dropped row ends with the last kept one before it.
     before = np.maximum.accumulate(np.where(kept, at, -1))[~kept & (terminated | truncated)]
@@ -379,14 +426,20 @@ def blocks_of(columns: Columns, float_dtype: torch.dtype | None = None) -> Itera
         yield steps
 
 
-def _ends_of(flags: Mapping[str, np.ndarray], num_rows: int, has_rewards: bool) -> Any:
+def _ends_of(
+    flags: Mapping[str, np.ndarray], num_rows: int, has_rewards: bool, follows: bool
+) -> Any:
     """Returns which rows are terminated, which truncated, and which lead to none of their episode.
 
     `terminals` are terminal states, except in OGBench's data (recognized by `masks`, or by having neither
     rewards nor `timeouts`), where they only mark the last rows of episodes. `dones` are ends of either
-    kind if other flags mark terminal states, and terminal states if none do.
+    kind if other flags mark terminal states, and terminal states if none do. `is_terminal` marks terminal
+    observations: if `follows`, next observations are those of the following rows, and the row before
+    leads to it.
     """
     ends, terminated = np.zeros((2, num_rows), bool)
+    if "is_first" in flags:
+        flags = {**flags, "is_first": np.append(flags["is_first"][1:], False)}
     timeouts = flags.get("timeouts", terminated)
     for name, flag in flags.items():
         ends = ends if name == "masks" else ends | flag
@@ -396,6 +449,10 @@ def _ends_of(flags: Mapping[str, np.ndarray], num_rows: int, has_rewards: bool) 
         ends = ends if ends.any() else terminated
     elif "terminals" in flags:
         terminated = flags["terminals"] if has_rewards or "timeouts" in flags else terminated
+    elif "is_terminal" in flags:
+        terminated = flags["is_terminal"]
+        if follows:
+            terminated = np.append(terminated[1:], False) & ~ends
     elif "dones" in flags:
         terminated = flags["dones"] & ~timeouts
     is_last = np.arange(num_rows) == num_rows - 1
