@@ -29,7 +29,14 @@ from trl_storages.samplers import (
     UniformSampler,
 )
 from trl_storages.streams import FrameStack
-from trl_storages.transforms import FlattenGoal, GoalRelabel, NStep, ReplayTransform, gym_reward
+from trl_storages.transforms import (
+    FlattenGoal,
+    GoalRelabel,
+    NStep,
+    ReplayTransform,
+    gym_reward,
+    gym_terminated,
+)
 from trl_storages.writing import EpisodeWriter
 
 __version__ = "0.3.0"
@@ -58,6 +65,7 @@ __all__ = [
     "UniformReplayStorage",
     "UniformSampler",
     "gym_reward",
+    "gym_terminated",
     "returns_to_go",
     "sequence_priority",
 ]

@@ -405,7 +405,8 @@ class HERReplayStorage(UniformReplayStorage):
         action_space: as in `UniformReplayStorage`.
         reward_fn: `(achieved_goal [B, *G], desired_goal [B, *G], infos) -> [B]` or `[B, 1]`, as in
             `GoalRelabel`; `gym_reward(env)` for the environment's own. `infos` holds `info_keys`.
-        terminated_fn: the same, returning bool; None leaves the flags as stored.
+        terminated_fn: the same, returning bool, such as `gym_terminated(env)`; None leaves the flags as
+            stored.
         strategy: "future", "final", "episode", "random", "geometric" or "current", or a mixture such as
             `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are discounted by
             `discount`.

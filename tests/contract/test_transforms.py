@@ -11,7 +11,7 @@ from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import assemble, library, make_for
 from contract.steps import assert_batches, assert_same, reward_fn
 from tensordict import TensorDict
-from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
+from torchrl.envs import GymEnv, GymWrapper, SerialEnv, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
 GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
@@ -296,6 +296,20 @@ class TestAudit:
         assert str(audit).count("computed") == 5
 
 
+class Negated(gymnasium.Wrapper):
+    """Shows goals negated, and has the methods that fit."""
+
+    def compute_reward(self, achieved_goal, desired_goal, info):
+        return self.compute_terminated(achieved_goal, 1 - desired_goal, info) - 1.0
+
+    def compute_terminated(self, achieved_goal, desired_goal, info):
+        return (achieved_goal == desired_goal).all(-1)
+
+
+class Steps(gymnasium.vector.VectorWrapper):
+    """A wrapper that has neither method."""
+
+
 class TestGymReward:
     ACHIEVED = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     DESIRED = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
@@ -318,8 +332,65 @@ class TestGymReward:
         reward = library.gym_reward(Env())(self.ACHIEVED, self.DESIRED, {"weight": weight})
         assert reward.tolist() == [2.0, 0.0, 4.0]
 
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda make: make(),
+            lambda make: gymnasium.wrappers.TimeLimit(make(), 9),
+            lambda make: GymWrapper(make(), categorical_action_encoding=True),
+            lambda make: TransformedEnv(GymWrapper(make(), categorical_action_encoding=True)),
+            lambda make: gymnasium.vector.SyncVectorEnv([make, make]),
+            lambda make: gymnasium.vector.AsyncVectorEnv([make]),
+            lambda make: GymWrapper(
+                gymnasium.vector.SyncVectorEnv([make, make], autoreset_mode="Disabled")
+            ),
+            lambda make: Steps(gymnasium.vector.SyncVectorEnv([make])),
+        ],
+        ids=[
+            "env",
+            "wrapper",
+            "TorchRL",
+            "transformed",
+            "vector",
+            "async",
+            "both",
+            "vector wrapper",
+        ],
+    )
+    def test_methods_are_those_of_the_outermost_wrapper(self, wrap):
+        env = wrap(lambda: Negated(gymnasium.make("BitFlipping-v0", n_bits=2)))
+        # The goals are equal where all bits differ.
+        assert library.gym_reward(env)(self.ACHIEVED, 1 - self.DESIRED, {}).tolist() == [0, -1, 0]
+        ends = library.gym_terminated(env)(self.ACHIEVED, self.DESIRED, {})
+        assert ends.tolist() == [True, False, True]
+        env.close()
+
+    def test_a_wrapper_alone_may_have_the_method(self):
+        env = gymnasium.wrappers.TimeLimit(Negated(gymnasium.make("CartPole-v1")), 9)
+        reward = library.gym_reward(env)(self.ACHIEVED, 1 - self.DESIRED, {})
+        assert reward.tolist() == [0, -1, 0]
+
+    def test_reward_wrappers_apply_to_relabelled_rewards(self):
+        def scaled(env):
+            return gymnasium.wrappers.TransformReward(env, lambda reward: 10 * reward + 10)
+
+        env = gymnasium.wrappers.ClipReward(scaled(gymnasium.make("BitFlipping-v0")), 1, 5)
+        assert library.gym_reward(env)(self.ACHIEVED, self.DESIRED, {}).tolist() == [5, 1, 5]
+        envs = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("BitFlipping-v0")])
+        envs = gymnasium.wrappers.vector.TransformReward(envs, lambda reward: reward - 1)
+        assert library.gym_reward(envs)(self.ACHIEVED, self.DESIRED, {}).tolist() == [-1, -2, -1]
+
+    def test_gym_terminated_calls_methods_of_single_goals_once_per_transition(self):
+        class Env(gymnasium.Env):
+            def compute_terminated(self, achieved_goal, desired_goal, info):
+                return bool(np.linalg.norm(achieved_goal - desired_goal) < 0.5)
+
+        ends = library.gym_terminated(Env())(self.ACHIEVED, self.DESIRED, {"x": torch.ones(3)})
+        assert ends.tolist() == [True, False, True]
+
     def test_an_environment_without_goals_or_several_at_once(self):
         several = SerialEnv(2, lambda: GymEnv("BitFlipping-v0", n_bits=2))
         for env in (gymnasium.make("CartPole-v1"), several, TransformedEnv(several)):
-            with pytest.raises(TypeError):
-                library.gym_reward(env)
+            for adapt in (library.gym_reward, library.gym_terminated):
+                with pytest.raises(TypeError):
+                    adapt(env)

@@ -2,8 +2,9 @@
 
 from trl_storages.transforms.base import ReplayTransform, parts_of
 from trl_storages.transforms.flatten_goal import FlattenGoal
+from trl_storages.transforms.gym import gym_reward, gym_terminated
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit, gym_reward
+from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit
 
 __all__ = [
     "FlattenGoal",
@@ -13,5 +14,6 @@ __all__ = [
     "RelabelAudit",
     "ReplayTransform",
     "gym_reward",
+    "gym_terminated",
     "parts_of",
 ]
