@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import gymnasium
 import torch
 from gymnasium import Space
+from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite, TensorSpec
@@ -249,7 +250,7 @@ class UniformReplayStorage(ReplayStorage):
 
         Raises:
             TypeError: it is not an environment, or an option is unknown.
-            ValueError: as in the constructor.
+            ValueError: as in the constructor; or the environment has one reward per agent.
 
         >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
         >>> storage = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
@@ -263,6 +264,8 @@ class UniformReplayStorage(ReplayStorage):
                 mode = env.metadata.get("autoreset_mode")
                 known = {"num_envs": env.num_envs, "autoreset_mode": mode}
             case EnvBase():
+                if keys.REWARD not in (options.get("extra_fields") or {}):
+                    _check_reward(env)
                 spaces = env.observation_spec_unbatched, env.action_spec_unbatched
                 known = {"num_envs": env.batch_size.numel()}
             case _:
@@ -272,6 +275,20 @@ class UniformReplayStorage(ReplayStorage):
                 if env.has_wrapper_attr("autoreset"):  # gymnasium.wrappers.Autoreset
                     known = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         return cls(*spaces, **{**known, **options})
+
+
+def _check_reward(env: EnvBase) -> None:
+    """Raises a ValueError unless the environment has one reward per transition."""
+    rewards = env.full_reward_spec_unbatched
+    spec = rewards.get("reward", None)
+    if spec is None or spec.shape.numel() != 1:
+        got = {key: [*leaf.shape] for key, leaf in rewards.items(True, True)}
+        raise ValueError(
+            f"the environment must have one reward per transition, 'reward' [1], got {got}. For rewards "
+            "per agent build the storage from components: ReplayStorage(storage=PackedStorage(size), "
+            "writer=EpisodeWriter(num_envs), transform=NStep(n_step, reward_key=('next', 'agents', "
+            "'reward'))). Or append a transform to the environment that writes the sum as 'reward'."
+        )
 
 
 # Of all storages here; hindsight has others besides.
@@ -416,6 +433,7 @@ class HERReplayStorage(UniformReplayStorage):
         KeyError: the observation space has no `achieved_goal` or `desired_goal`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
+        TypeError: a goal is a dictionary, and not one array.
 
     >>> import gymnasium
     >>> from trl_storages import gym_reward
@@ -467,16 +485,25 @@ class HERReplayStorage(UniformReplayStorage):
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in _KEYWORDS}
-        there = [*observation_space.keys()] if hasattr(observation_space, "keys") else []
-        if missing := [key for key in (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL) if key not in there]:
+        there: Any = observation_space if isinstance(observation_space, Dict | Composite) else {}
+        names, goals = [*there.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
+        if missing := [key for key in goals if key not in names]:
             raise KeyError(
-                f"observation_space must be a dict with {missing} for hindsight; it has {there}. Of a "
-                "dataset, from_arrays(..., goal_fn=...) works goals out."
+                f"observation_space must be a dict with {missing} for hindsight; it has "
+                f"{names}. Of a dataset, from_arrays(..., goal_fn=...) works goals out."
             )
         sampler = HERSampler(strategy, num_goals)
         sampler.discount = discount
         infos = arguments.keys("info_keys", info_keys)
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
+        for key in goals:
+            if isinstance(there[key], Dict | Composite):
+                raise TypeError(
+                    f"{key} must be one array, got a dictionary of {[*there[key].keys()]}. Flatten both "
+                    "goals in a gymnasium.ObservationWrapper, as by gymnasium.spaces.flatten(space, "
+                    "goal), and pass a reward_fn of flattened goals [B, G], which slices them along the "
+                    "last dimension."
+                )
         self._goals = sampler, relabel
         super().__init__(**given)
 

@@ -11,7 +11,7 @@ from contract.make import DISCOUNT, library, make, make_for, make_of, new_folder
 from contract.steps import Player, assert_same, ids_of, reward_fn, rows
 from gymnasium.vector import AutoresetMode
 from torchrl.data import Categorical, Composite, MultiCategorical, NonTensor, Unbounded
-from torchrl.envs import DTypeCastTransform, GymEnv, SerialEnv
+from torchrl.envs import DTypeCastTransform, EnvBase, GymEnv, SerialEnv
 from torchrl.envs.transforms import RewardScaling
 
 RECIPES = ["uniform", "n-step", "prioritized", "recency", "hindsight", "all"]
@@ -162,6 +162,15 @@ def test_every_option_does_something(name):
     assert shows(storage)
 
 
+@pytest.mark.parametrize("kind", [gymnasium.spaces.Dict, Composite], ids=["space", "spec"])
+def test_goals_that_are_dictionaries_raise_with_the_way_out(kind):
+    part = gymnasium.spaces.Box(-1, 1, (3,)) if kind is gymnasium.spaces.Dict else Unbounded((3,))
+    goal = kind({"kettle": part, "door": part})
+    space = kind({"observation": part, "achieved_goal": goal, "desired_goal": goal})
+    with pytest.raises(TypeError, match=r"achieved_goal.*'kettle'.*[Ff]latten"):
+        make_of(space, part, "hindsight")
+
+
 class TestFromEnv:
     def test_a_single_environment(self):
         env = gymnasium.make("BitFlipping-v0", n_bits=3)
@@ -170,6 +179,23 @@ class TestFromEnv:
         seen, _ = env.reset(seed=0)
         storage.record(seen, 1, *env.step(1)[1:], env.step(2)[0])
         assert storage[:]["observation"].shape == (1, 3)
+
+    @pytest.mark.parametrize("shape", [(), (2,)])
+    def test_rewards_per_agent_raise_and_name_the_components(self, shape):
+        class Team(EnvBase):
+            def __init__(self):
+                super().__init__(batch_size=shape)
+                spec = Unbounded((*shape, 3, 1))
+                self.observation_spec = Composite({("agents", "observation"): spec}, shape=shape)
+                self.action_spec = Composite({("agents", "action"): spec}, shape=shape)
+                self.reward_spec = Composite({("agents", "reward"): spec}, shape=shape)
+
+            _reset = _step = _set_seed = None
+
+        with pytest.raises(ValueError, match=r"'agents', 'reward'.*ReplayStorage.*reward_key"):
+            make_for(Team())
+        reward = {("next", "reward"): (torch.float32, [3])}
+        assert make_for(Team(), extra_fields=reward).storage.initialized
 
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_a_vector_says_how_many_and_how_they_reset(self, mode):
