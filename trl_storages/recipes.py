@@ -428,12 +428,15 @@ class HERReplayStorage(UniformReplayStorage):
             `{"future": 0.7, "random": 0.3}`, as in `HERSampler`; geometric goals are discounted by
             `discount`.
         num_goals: k, relabelled transitions per one left as stored.
+        audit: whether the first batch after 1,000 stored transitions compares `reward_fn` with the stored
+            rewards, and warns once if they differ, or if episodes end at success and `terminated_fn` is
+            None; see `GoalRelabel`.
 
     Raises:
+        TypeError: a goal is a dictionary, and not one array.
         KeyError: the observation space has no `achieved_goal` or `desired_goal`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495.
-        TypeError: a goal is a dictionary, and not one array.
 
     >>> import gymnasium
     >>> from trl_storages import gym_reward
@@ -457,6 +460,7 @@ class HERReplayStorage(UniformReplayStorage):
         terminated_fn: GoalFunction | None = None,
         strategy: Any = "future",
         num_goals: float = 4,
+        audit: bool = True,
         storage_size: int = 1_000_000,
         num_envs: int = 1,
         batch_size: int = 256,
@@ -492,10 +496,6 @@ class HERReplayStorage(UniformReplayStorage):
                 f"observation_space must be a dict with {missing} for hindsight; it has "
                 f"{names}. Of a dataset, from_arrays(..., goal_fn=...) works goals out."
             )
-        sampler = HERSampler(strategy, num_goals)
-        sampler.discount = discount
-        infos = arguments.keys("info_keys", info_keys)
-        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos)
         for key in goals:
             if isinstance(there[key], Dict | Composite):
                 raise TypeError(
@@ -504,6 +504,10 @@ class HERReplayStorage(UniformReplayStorage):
                     "goal), and pass a reward_fn of flattened goals [B, G], which slices them along the "
                     "last dimension."
                 )
+        sampler = HERSampler(strategy, num_goals)
+        sampler.discount = discount
+        infos = arguments.keys("info_keys", info_keys)
+        relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos, audit=audit)
         self._goals = sampler, relabel
         super().__init__(**given)
 

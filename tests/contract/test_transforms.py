@@ -1,5 +1,6 @@
 """Goals and rewards made anew, as one vector, compared with those that are stored."""
 
+import multiprocessing
 import re
 from functools import partial
 
@@ -92,6 +93,17 @@ class TestRelabel:
         "a word": lambda *_: "much",
         "an error": lambda *_: [][0],
     }
+
+    @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
+    @pytest.mark.parametrize("returns", [torch.clone, torch.Tensor.numpy], ids=["torch", "numpy"])
+    def test_functions_of_single_goals_are_told_of_batches(self, name, returns):
+        def reached(achieved, desired, _):
+            return bool(returns(achieved) == returns(desired))
+
+        storage, relabel = self.filled(no_reward)
+        setattr(relabel, name, reached)
+        with pytest.raises((RuntimeError, ValueError), match=f"{name} is called with batches"):
+            storage.sample(30)
 
     @pytest.mark.requirement("refused-is-unchanged")
     @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
@@ -294,6 +306,88 @@ class TestAudit:
         audit = relabel.audit(storage, 6)
         assert {*lanes.of(storage[audit.slots])} == {*lanes.newest(6)}
         assert str(audit).count("computed") == 5
+
+
+class Paid(gymnasium.Wrapper):
+    """Pays other rewards than compute_reward returns."""
+
+    def step(self, action):
+        seen, reward, *rest = self.env.step(action)
+        return seen, 10 * reward + 10, *rest
+
+
+def played(num_steps, *, wrap=lambda env: env, **options):
+    env = wrap(gymnasium.make("BitFlipping-v0", n_bits=4))
+    options = {"terminated_fn": library.gym_terminated(env), **options}
+    storage = make_for(env, "hindsight", reward_fn=library.gym_reward(env), size=1200, **options)
+    play(storage, env, num_steps)
+    return storage
+
+
+def play(storage, env, num_steps):
+    seen, _ = env.reset(seed=0)
+    for step in range(num_steps):
+        after, reward, terminated, truncated, info = env.step(step % 4)
+        storage.record(seen, step % 4, reward, terminated, truncated, info, after)
+        seen = env.reset()[0] if terminated or truncated else after
+    storage.end_episodes()
+
+
+class TestAutomaticAudit:
+    def test_rewards_that_differ_warn_once_from_1000_transitions_on(self):
+        storage = played(999, wrap=Paid)
+        unaudited = played(999, wrap=Paid, audit=False)
+        for each in (storage, unaudited):
+            each.sample()
+            play(each, Paid(gymnasium.make("BitFlipping-v0", n_bits=4)), 1)
+        said = r"1,000 of 1,000 .* slot \d+: stored 10, computed 0"
+        with pytest.warns(UserWarning, match=said) as caught:
+            batches = [storage.sample() for _ in range(3)]
+        assert [warning.filename for warning in caught] == [__file__]
+        for batch in batches:
+            assert_batches(batch, unaudited.sample())
+
+    def test_a_warning_that_is_an_error_draws_nothing(self):
+        storage, unaudited = (played(1000, wrap=Paid, audit=audit) for audit in (True, False))
+        with pytest.raises(UserWarning, match="differs"):
+            storage.sample()
+        assert_batches(storage.sample(), unaudited.sample())
+
+    @pytest.mark.parametrize("n_step", [1, 3])
+    def test_episodes_that_end_at_success_warn_without_terminated_fn(self, n_step):
+        storage = played(1000, terminated_fn=None, n_step=n_step)
+        with pytest.warns(UserWarning, match=r"terminated_fn.*gym_terminated") as caught:
+            storage.sample()
+        assert len(caught) == 1
+        storage.sample()
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"num_goals": 0, "terminated_fn": None}, {"num_goals": float("inf"), "wrap": Paid}],
+        ids=["agree", "no goals", "goals only"],
+    )
+    def test_storages_without_the_mistake_are_silent(self, options):
+        played(1000, **options).sample()
+
+    def test_readers_are_silent(self, tmp_path):
+        storage = played(1000, wrap=Paid, audit=False, path=tmp_path / "rows")
+        reader = make_for(
+            gymnasium.make("BitFlipping-v0", n_bits=4),
+            "hindsight",
+            reward_fn=no_reward,
+            size=1200,
+            path=tmp_path / "rows",
+            mode="r",
+        )
+        reader.sample()
+        storage.close()
+
+    def test_forks_are_silent(self):
+        storage = played(1000, wrap=Paid)
+        process = multiprocessing.get_context("fork").Process(target=storage.sample)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
 
 
 class Negated(gymnasium.Wrapper):

@@ -23,7 +23,7 @@ from trl_storages import arguments, keys
 from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, REWARD, next_key
 from trl_storages.recipes import UniformReplayStorage
 from trl_storages.replay import ReplayStorage
-from trl_storages.transforms import GoalRelabel
+from trl_storages.transforms import GoalRelabel, goal_values
 from trl_storages.writing.fields import OUTCOME_FIELDS, as_field, as_tensor
 
 __all__ = [
@@ -254,8 +254,8 @@ def _rewards(relabel: GoalRelabel | None, steps: TensorDict) -> torch.Tensor:
     achieved, goals = (steps[next_key(key)] for key in (ACHIEVED_GOAL, DESIRED_GOAL))
     stored = steps.keys(True)
     infos = {key: steps[keys.stored_info(key, stored)] for key in relabel.info_keys}
-    found = relabel.reward_fn(achieved, goals, infos)
-    return torch.as_tensor(found, device="cpu").float().reshape(-1, 1)
+    found = goal_values("reward_fn", relabel.reward_fn, achieved, goals, infos)
+    return found.float().reshape(-1, 1)
 
 
 def entries_of(

@@ -5,6 +5,7 @@ Letters: B batch, S rows of a sequence.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,13 +22,16 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
 from trl_storages._torchrl import dispatch_td_nn_modules, refuse_stock
+from trl_storages.index import EpisodeIndex
 from trl_storages.packed import BatchRows, PackedStorage, StorageView
 from trl_storages.samplers import EpisodeSequence, HERSampler, OwnSampler
-from trl_storages.transforms import ReplayTransform, parts_of
+from trl_storages.transforms import GoalRelabel, ReplayTransform, parts_of
 
 __all__ = ["Ahead", "Flow", "draw_episodes", "read"]
 
 Entries = dict[Any, torch.Tensor]
+# How many transitions must have been stored.
+_ENOUGH_TO_AUDIT = 1000
 
 
 class Flow:
@@ -69,15 +73,31 @@ class Flow:
         self.others = [part for part in parts if not isinstance(part, ReplayTransform)]
         refuse_stock(*self.others)
         written = [part.goal_key for part in replayed if part.uses_goals]
-        drawn = [layer.goal_key for layer in layers if isinstance(layer, HERSampler)]
+        self._goals = [layer for layer in layers if isinstance(layer, HERSampler)]
+        drawn = [layer.goal_key for layer in self._goals]
         self._unwritten = [] if None in written else [key for key in drawn if key not in written]
         # Most parts need no further transitions.
         idle = ReplayTransform.prepare
         self._prepares = [part.prepare for part in replayed if type(part).prepare is not idle]
+        self._unaudited = [part for part in replayed if isinstance(part, GoalRelabel)]
         self._replays = [
             part.replay if isinstance(part, ReplayTransform) else partial(_transform, part)
             for part in parts
         ]
+
+    def _audit(self, episodes: EpisodeIndex) -> None:
+        """Audits each transform that relabels, once, if 1,000 transitions have been stored.
+
+        Raises:
+            RuntimeError: the storage is empty.
+        """
+        self._unaudited = [part for part in self._unaudited if part.is_audit_due]
+        num_goals = {layer.goal_key: layer.num_goals for layer in self._goals}
+        for part in self._unaudited:
+            number = num_goals.get(part.goal_key, 1)  # a sampler of the user's may draw goals, too
+            if number and episodes.cursors.sum() >= _ENOUGH_TO_AUDIT:
+                episodes.check_filled()
+                part.audit_once(self._storage, mixes_rewards=math.isfinite(number))
 
     def sample(self, batch_size: int) -> tuple[TensorDictBase, Entries, torch.Tensor | None]:
         """Samples a batch `[B]`.
@@ -90,6 +110,8 @@ class Flow:
             RuntimeError: the storage is empty, or the sampler draws goals that no transform writes.
         """
         view = self._storage.view()
+        if self._unaudited and view.is_exclusive:
+            self._audit(view.episodes)
         slots, info = self._slots(view, batch_size)
         if self._unwritten:
             raise RuntimeError(

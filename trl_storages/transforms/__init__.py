@@ -1,10 +1,11 @@
 """Transforms of sampled batches."""
 
+from trl_storages.transforms.audit import RelabelAudit
 from trl_storages.transforms.base import ReplayTransform, parts_of
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.gym import gym_reward, gym_terminated
 from trl_storages.transforms.n_step import NStep
-from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, RelabelAudit
+from trl_storages.transforms.relabel import GoalFunction, GoalRelabel, goal_values
 
 __all__ = [
     "FlattenGoal",
@@ -13,6 +14,7 @@ __all__ = [
     "NStep",
     "RelabelAudit",
     "ReplayTransform",
+    "goal_values",
     "gym_reward",
     "gym_terminated",
     "parts_of",

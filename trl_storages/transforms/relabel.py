@@ -1,12 +1,12 @@
 """Hindsight relabelling: replaces goals by achieved ones and recomputes rewards.
 
-Letters: B batch, n rows of a window, G goal shape, D rows that differ.
+Letters: B batch, n rows of a window, G goal shape.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,19 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import Unsaved
+from trl_storages.arguments import Unsaved, warn_caller
 from trl_storages.functional import relabelled_dtype
 from trl_storages.packed import BatchRows, PackedStorage, Rows
+from trl_storages.transforms.audit import RelabelAudit
 from trl_storages.transforms.base import ReplayTransform
 
-__all__ = ["GoalFunction", "GoalRelabel", "RelabelAudit"]
+__all__ = ["GoalFunction", "GoalRelabel", "goal_values"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 
 _WHAT = "(achieved_goal, desired_goal, transition)"
+# How many of the newest transitions are audited without being asked for.
+_NUM_AUDITED = 1000
 
 
 class GoalRelabel(ReplayTransform):
@@ -54,6 +57,9 @@ class GoalRelabel(ReplayTransform):
         info_keys: further entries passed to the functions, under the names given here. A plain name is
             read under `next`, where infos are stored, or at the root if it is not stored there, as
             "action" is.
+        audit: whether the first batch after 1,000 stored transitions warns, once, if `reward_fn` differs
+            from the rewards of the newest 1,000, or if their episodes end at success and `terminated_fn`
+            is None. Only the process that made this transform audits, and only if it may write.
         achieved_goal_key: entry of the achieved goal.
         desired_goal_key: entry of the desired goal.
         reward_key: entry of the reward under `next`, one value a row.
@@ -85,6 +91,7 @@ class GoalRelabel(ReplayTransform):
         terminated_fn: GoalFunction | None = None,
         goal_key: NestedKey | None = None,
         info_keys: Sequence[NestedKey] = (),
+        audit: bool = True,
         achieved_goal_key: NestedKey = keys.ACHIEVED_GOAL,
         desired_goal_key: NestedKey = keys.DESIRED_GOAL,
         reward_key: NestedKey = keys.REWARD,
@@ -99,6 +106,8 @@ class GoalRelabel(ReplayTransform):
         self._info_keys = tuple(arguments.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self._info_keys):
             raise ValueError("reward_fn must be given with terminated_fn and info_keys, got None.")
+        # The process that is to audit, None once it has.
+        self._auditor = os.getpid() if arguments.flag("audit", audit) else None
         achieved = arguments.root_key("achieved_goal_key", achieved_goal_key)
         self._desired = arguments.root_key("desired_goal_key", desired_goal_key)
         self._goal_key = arguments.optional(arguments.root_key, "goal_key", goal_key)
@@ -185,7 +194,7 @@ class GoalRelabel(ReplayTransform):
             stored: `[*n, B]` or `[*n, B, 1]`, whose shape the result gets.
         """
         achieved, batch = rows[self._achieved], rows.slots.shape
-        if stored.numel() != (size := batch.numel()):
+        if stored.numel() != batch.numel():
             raise ValueError(
                 f"rewards and flags must be stored with one value a row, {[*batch, 1]}, as what is "
                 f"computed for a goal is, got {[*stored.shape]}: store what the team gets as one."
@@ -195,23 +204,7 @@ class GoalRelabel(ReplayTransform):
             infos[key] = rows[keys.stored_info(key, rows)].flatten(0, len(batch) - 1)
         if len(batch) > 1:  # of windows the function gets one flat batch
             goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
-        result = getattr(self, name)(achieved, goals, infos)
-        if not isinstance(result, torch.Tensor) or result.device != achieved.device:
-            try:
-                result = torch.as_tensor(result, device=achieved.device)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise TypeError(
-                    f"{name} must return a tensor or an array of numbers, [{size}] or [{size}, 1]; got "
-                    f"{type(result).__name__}."
-                ) from error
-        if result.requires_grad:  # as that of a learned model
-            result = result.detach()
-        if result.shape not in ((size,), (size, 1)):
-            raise ValueError(
-                f"{name} must return one value a row, shape [{size}] or [{size}, 1]; got "
-                f"{[*result.shape]}."
-            )
-        return result.view(stored.shape)
+        return goal_values(name, getattr(self, name), achieved, goals, infos).view(stored.shape)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
         """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
@@ -248,7 +241,47 @@ class GoalRelabel(ReplayTransform):
         differs = stored != computed  # of integers; from 2^53 on, neighbours are equal in float64
         if dtype.is_floating_point:
             differs = ~torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
-        return RelabelAudit(len(slots), slots[differs.cpu()], stored[differs], computed[differs])
+        num_ends = 0
+        if self._terminated_key in rows:
+            ends = rows[self._terminated_key].reshape(-1)
+            is_split = ends.any() and not ends.all()
+            if is_split and stored[ends].double().min() > stored[~ends].double().max():
+                num_ends = int(ends.sum())
+        return RelabelAudit(
+            len(slots), slots[differs.cpu()], stored[differs], computed[differs], num_ends
+        )
+
+    @property
+    def is_audit_due(self) -> bool:
+        """Whether this process is to audit the stored rewards, and has not."""
+        return self.reward_fn is not None and self._auditor == os.getpid()
+
+    def audit_once(self, storage: PackedStorage, *, mixes_rewards: bool) -> None:
+        """Warns of mistakes that the newest transitions show; the audit is not due afterwards.
+
+        Args:
+            storage: holds the transitions.
+            mixes_rewards: whether batches also contain rewards as stored.
+        """
+        if self._desired not in storage.layout.described:
+            self._auditor = None
+            return
+        audit = self.audit(storage, _NUM_AUDITED)
+        self._auditor = None  # before the warnings, which may be errors
+        if mixes_rewards and not audit.passed:
+            warn_caller(
+                f"reward_fn differs from the stored reward on {len(audit.slots):,} of "
+                f"{audit.num_rows:,} transitions, such as {audit.examples(1)[0]}. Batches would mix both "
+                "rewards. Pass a reward_fn that returns the rewards of the environment, wrappers "
+                "included, or audit=False if the difference is intended."
+            )
+        if audit.num_ends and self.terminated_fn is None:
+            warn_caller(
+                f"episodes end at success: the rewards of {audit.num_ends} terminated transitions are "
+                "larger than those of all others. Without terminated_fn a relabelled success is not "
+                "terminal, and its target bootstraps beyond the end. Pass terminated_fn, such as "
+                "gym_terminated(env), or audit=False if this is intended."
+            )
 
     def __repr__(self) -> str:
         named = {"terminated_fn": self.terminated_fn, "goal_key": self._goal_key}
@@ -256,39 +289,54 @@ class GoalRelabel(ReplayTransform):
         return f"{type(self).__name__}({', '.join([_shown(self.reward_fn), *shown])})"
 
 
-@dataclass(frozen=True)
-class RelabelAudit:
-    """The result of `GoalRelabel.audit`: the D rows on which `reward_fn` and storage disagree.
+def goal_values(
+    name: str,
+    function: GoalFunction,
+    achieved: torch.Tensor,
+    goals: torch.Tensor,
+    infos: dict[NestedKey, torch.Tensor],
+) -> torch.Tensor:
+    """Calls a goal function with a batch, and checks what it returns.
 
-    Attributes:
-        num_rows: how many rows were compared.
-        slots: `[D]` int64, on the host.
-        stored: `[D]` the stored rewards, in a dtype that holds the computed ones too.
-        computed: `[D]` the rewards that the function returns for them.
+    Args:
+        name: of the function, for messages.
+        function: as in `GoalRelabel`.
+        achieved: `[B, *G]`.
+        goals: `[B, *G]`.
+        infos: `[B, ...]` each.
+
+    Returns:
+        `[B]` or `[B, 1]` on the device of the goals, without gradients.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the function failed with one of these, or did not return one
+            value per transition.
     """
+    size = len(achieved)
 
-    num_rows: int
-    slots: torch.Tensor
-    stored: torch.Tensor
-    computed: torch.Tensor
+    def message(outcome: str) -> str:
+        return (
+            f"{name} is called with batches, achieved_goal {[*achieved.shape]} and desired_goal "
+            f"{[*goals.shape]}, and must return one value per transition, shape [{size}] or [{size}, 1]. "
+            f"It {outcome}. Compare goals as in `(achieved_goal == desired_goal).all(-1)`."
+        )
 
-    @property
-    def passed(self) -> bool:
-        """Whether all rows agree."""
-        return not len(self.slots)
-
-    def __str__(self) -> str:
-        rows = arguments.counted(self.num_rows, "row")
-        if self.passed:
-            return f"reward_fn agrees with the stored rewards on all {rows}."
-        lines = [f"reward_fn differs from the stored reward on {len(self.slots)} of {rows}:"]
-        worst = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)[:5]
-        lines += [
-            f"  slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
-            f"{float(self.computed[at]):g}"
-            for at in worst.tolist()
-        ]
-        return "\n".join(lines)
+    try:
+        result = function(achieved, goals, infos)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if type(error) not in (TypeError, ValueError, RuntimeError):  # such as out of memory
+            raise
+        raise type(error)(message(f"raised {error!r}")) from error
+    if not isinstance(result, torch.Tensor) or result.device != achieved.device:
+        try:
+            result = torch.as_tensor(result, device=achieved.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(message(f"returned a {type(result).__name__}")) from error
+    if result.requires_grad:  # as that of a learned model
+        result = result.detach()
+    if result.shape not in ((size,), (size, 1)):
+        raise ValueError(message(f"returned the shape {[*result.shape]}"))
+    return result
 
 
 def _spread(mask: torch.Tensor, rows: Rows, values: torch.Tensor) -> torch.Tensor:
