@@ -347,6 +347,19 @@ class TestAutomaticAudit:
         for batch in batches:
             assert_batches(batch, unaudited.sample())
 
+    def test_a_reward_function_that_draws_random_numbers_does_not_change_batches(self):
+        def noisy(achieved, desired, _):
+            return torch.rand(len(achieved)) * 0 - 1.0 * (achieved != desired).any(-1)
+
+        rngs = []
+        for audit in (True, False):
+            storage = played(1000, audit=audit)
+            storage.transform[0].reward_fn = noisy
+            torch.manual_seed(0)
+            storage.sample()
+            rngs.append(torch.rand(()))
+        assert rngs[0] == rngs[1]
+
     def test_a_warning_that_is_an_error_draws_nothing(self):
         storage, unaudited = (played(1000, wrap=Paid, audit=audit) for audit in (True, False))
         with pytest.raises(UserWarning, match="differs"):

@@ -266,7 +266,8 @@ class GoalRelabel(ReplayTransform):
         if self._desired not in storage.layout.described:
             self._auditor = None
             return
-        audit = self.audit(storage, _NUM_AUDITED)
+        with torch.random.fork_rng(devices=[]):  # a reward_fn may draw random numbers
+            audit = self.audit(storage, _NUM_AUDITED)
         self._auditor = None  # before the warnings, which may be errors
         if mixes_rewards and not audit.passed:
             warn_caller(
