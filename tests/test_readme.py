@@ -33,6 +33,16 @@ def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch, start_
     check_md_file(page, memory=True)
 
 
+def test_stochastic_actors_explore_where_no_collector_calls_them():
+    """TorchRL's actors act deterministically outside of collectors, which does not learn."""
+    blocks = []
+    for page in (README, *GUIDES):
+        blocks += re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = [block for block in blocks if "ProbabilisticActor(" in block]
+    assert blocks
+    assert all("Collector(" in block or "ExplorationType.RANDOM" in block for block in blocks)
+
+
 def test_the_readme_has_few_links_and_the_guides_are_listed():
     assert len(re.findall(LINK, README.read_text())) <= 12
     listed = set(re.findall(LINK, (ROOT / "tutorials/README.md").read_text()))
