@@ -73,8 +73,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
             `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
             one of your own must return slots of live rows.
-        writer: which lanes there are, and how rows are written there; None writes to those of the
-            storage.
+        num_envs: E, the number of lanes; None takes that of the writer, else of the storage.
+        writer: how rows are written; None makes `EpisodeWriter(num_envs)`.
         transform: applied to each batch; TorchRL's, but `MultiStepTransform` and `CatFrames`, or
             functions of a batch.
         sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
@@ -135,6 +135,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         self,
         *,
         storage: PackedStorage,
+        num_envs: int | None = None,
         sampler: Any = None,
         writer: EpisodeWriter | None = None,
         transform: Transform | Callable[..., Any] | None = None,
@@ -156,7 +157,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         arguments.optional(arguments.instance, "recorder", recorder, Recorder)
         arguments.optional(arguments.instance, "sample_unit", sample_unit, EpisodeSequence)
         self._replay_lock = threading.RLock()
-        writer = EpisodeWriter(storage.episodes.num_envs) if writer is None else writer
+        if writer is None:
+            writer = EpisodeWriter(storage.episodes.num_envs if num_envs is None else num_envs)
+        elif num_envs not in (None, writer.num_envs):
+            raise ValueError(
+                f"num_envs must be that of the writer, {writer.num_envs}, got {num_envs}."
+            )
         self._storage, self._writer = storage, writer
         self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
         self._batch_size = arguments.optional(
@@ -585,15 +591,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         n = arguments.integer("n", n, at_least=1)
         # Not while others are drawn ahead, so that a seed draws the same.
         with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
-            return self._sample_episodes(n)
-
-    def _sample_episodes(self, n: int) -> TensorDictBase:
-        batch = draw_episodes(self._storage, n, self._rng)
-        self._count(batch.numel())
-        with dispatch_td_nn_modules(True):
-            for part in self._current_flow().others:
-                batch = part(batch)
-        return batch
+            batch = draw_episodes(self._storage, n, self._rng)
+            self._count(batch.numel())
+            with dispatch_td_nn_modules(True):
+                for part in self._current_flow().others:
+                    batch = part(batch)
+            return batch
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
