@@ -9,7 +9,6 @@ import torch
 from gymnasium import spaces
 
 from trl_storages import (
-    EpisodeReplayStorage,
     EREReplayStorage,
     HERReplayStorage,
     NStepReplayStorage,
@@ -35,7 +34,6 @@ RECIPES = {
     "n-step": (NStepReplayStorage, FLAT, {}),
     "prioritized": (PrioritizedReplayStorage, FLAT, {}),
     "recency": (EREReplayStorage, FLAT, {}),
-    "episodes": (EpisodeReplayStorage, FLAT, {}),
     "hindsight": (HERReplayStorage, GOALS, {"reward_fn": near}),
     "all": (
         HERReplayStorage,

@@ -7,7 +7,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from tally_env import TallyEnv, check_batch, goal_storage
 
-from trl_storages import EpisodeReplayStorage, EpisodeSequence, NStepReplayStorage, ReplayStorage
+from trl_storages import EpisodeSequence, NStepReplayStorage, ReplayStorage
 
 # TorchRL sets "spawn", whose workers import everything again.
 FORK = {"multiprocessing_context": "fork"}
@@ -114,7 +114,7 @@ def test_parts_are_those_that_the_loader_was_made_with(tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_sequences_and_episodes(tmp_path, num_workers):
+def test_sequences(tmp_path, num_workers):
     options = FORK if num_workers else {}
     storage = goal_storage(path=tmp_path / "one", batch_size=3, sample_unit=EpisodeSequence(4))
     act(TallyEnv(), storage, 50)
@@ -122,9 +122,6 @@ def test_sequences_and_episodes(tmp_path, num_workers):
     first, second = iter(loader), iter(loader)
     for batches in (first, second, first):
         assert next(batches)["step_in_sequence"].tolist() == [0, 1, 2, 3] * 3
-    storage = pixels(EpisodeReplayStorage, tmp_path / "two")
-    act(PixelEnv(), storage, 50)
-    assert next(iter(storage.loader(num_workers, **options))).shape == (16, 10)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from trl_storages.functional import returns_to_go, sequence_priority
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import PackedStorage
 from trl_storages.recipes import (
-    EpisodeReplayStorage,
     EREReplayStorage,
     HERReplayStorage,
     NStepReplayStorage,
@@ -45,7 +44,6 @@ __all__ = [
     "EREReplayStorage",
     "ERESampler",
     "EpisodeIndex",
-    "EpisodeReplayStorage",
     "EpisodeSequence",
     "EpisodeWriter",
     "FlattenGoal",

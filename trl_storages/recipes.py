@@ -17,13 +17,13 @@ import torch
 from gymnasium import Space
 from gymnasium.spaces import Dict
 from gymnasium.vector import AutoresetMode, VectorEnv
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torchrl.data import Composite, TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import arguments, keys
-from trl_storages.arguments import named_lanes, renamed
+from trl_storages.arguments import renamed
 from trl_storages.packed.storage import PackedStorage
 from trl_storages.replay.storage import ReplayStorage
 from trl_storages.samplers import ERESampler, HERSampler, PERSampler, UniformSampler
@@ -32,7 +32,6 @@ from trl_storages.streams.layout import Nested, nested_sizes
 from trl_storages.transforms import GoalFunction, GoalRelabel, NStep
 from trl_storages.writing import EpisodeWriter, Recorder, choices_of, transition_fields
 from trl_storages.writing.fields import InfoKeys
-from trl_storages.writing.lanes import num_steps_of
 
 if TYPE_CHECKING:
     from typing_extensions import ParamSpec, Self
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EREReplayStorage",
-    "EpisodeReplayStorage",
     "HERReplayStorage",
     "NStepReplayStorage",
     "PrioritizedReplayStorage",
@@ -89,7 +87,8 @@ class UniformReplayStorage(ReplayStorage):
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments, equally many of each.
+        storage_size: total number of transitions, over all environments, equally many of each; rounded up
+            to a multiple of `num_envs`.
         num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
             a collector's workers write by themselves (`replay_buffer=`) and play several each.
         batch_size: B, transitions per batch.
@@ -190,17 +189,17 @@ class UniformReplayStorage(ReplayStorage):
         # TorchRL's metaclass sees to the backend.
         num_envs = arguments.integer("num_envs", num_envs, at_least=1)
         size = arguments.integer("storage_size", storage_size, at_least=2 * num_envs)
+        size = -(-size // num_envs) * num_envs
         seed = arguments.optional(arguments.integer, "seed", seed)
         stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
         # Made in any case, which checks their options.
         by_priority, recent = PERSampler(size, alpha, beta), ERESampler(eta, c_min)
-        fold = NStep(n_step, discount, reward_key=reward_key)
         sampler: Any = by_priority if alpha else UniformSampler()
         if eta != 1:
             recent.base, sampler = sampler, recent
-        transforms: list[Any] = [fold] if n_step != 1 else []
+        transforms: list[Any] = [NStep(n_step, discount, reward_key=reward_key)]
         if self._goals is not None:
             hindsight, relabel = self._goals
             hindsight.base, sampler = sampler, hindsight
@@ -510,53 +509,3 @@ class HERReplayStorage(UniformReplayStorage):
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos, audit=audit)
         self._goals = sampler, relabel
         super().__init__(**given)
-
-
-class EpisodeReplayStorage(UniformReplayStorage):
-    """Draws whole episodes: `sample(n)` is `sample_episodes(n)`.
-
-    Keywords as in `UniformReplayStorage`; `batch_size` counts episodes, 16 by default, and those of
-    samplers, n-step returns and `sample_unit` have no effect on whole episodes.
-
-    >>> from gymnasium.spaces import Box, Discrete
-    >>> storage = EpisodeReplayStorage(Box(-1, 1, (1,)), Discrete(2))
-    >>> for step in range(3):
-    ...     _ = storage.record([0.0], 1, 0.5, False, step == 2, {}, [0.0])
-    >>> storage.sample(2)["action"].shape
-    torch.Size([2, 3])
-    """
-
-    __init__ = _with(UniformReplayStorage.__init__, batch_size=16)
-
-    def extend(self, tensordicts: TensorDictBase, **options: Any) -> torch.Tensor:
-        """Writes steps, such as a whole episode.
-
-        Raises:
-            ValueError: there are more steps than a lane can hold. Nothing is written then.
-        """
-        data, lanes = arguments.tensordict("tensordicts", tensordicts), options.get("lanes")
-        index, room = self.episodes, self.episodes.steps_per_lane
-        is_routed = lanes is None and data.ndim == 1
-        numbers = data.get(self.writer.traj_key, None) if is_routed else None
-        if numbers is None:
-            steps = num_steps_of(data.batch_size, len(named_lanes(lanes, index.num_envs)))
-        else:
-            steps = max(numbers.unique(return_counts=True)[1].tolist(), default=0)
-        if steps > room:
-            raise ValueError(
-                f"an episode must fit into the storage, whose lanes hold {room} steps; got {steps}. "
-                "Make storage_size larger."
-            )
-        return super().extend(tensordicts, **options)
-
-    def can_sample(self, batch_size: int | None = None) -> bool:
-        """Returns whether a finished episode is stored whole."""
-        if not super().can_sample(batch_size):
-            return False
-        with self._replay_lock, self._write_lock:
-            listed = self.episodes.episodes()
-        return bool((listed["finished"] & listed["whole"]).any())
-
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[str, Any]]:
-        batch = self._sample_episodes(batch_size)
-        return batch, {keys.INDEX: batch[keys.INDEX]}

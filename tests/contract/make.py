@@ -51,7 +51,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "n-step": ("NStepReplayStorage", {"n_step": 3, "discount": DISCOUNT}),
     "prioritized": ("PrioritizedReplayStorage", {}),
     "recency": ("EREReplayStorage", {"eta": 0.99, "c_min": 3}),
-    "episodes": ("EpisodeReplayStorage", {}),
     "hindsight": ("HERReplayStorage", {"reward_fn": reward_fn}),
     # All at once.
     "all": (

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from contract.make import library, make
-from contract.steps import Player, rows
 from gymnasium.spaces import Box, Discrete
 from torchrl.data import Composite, Unbounded
 from torchrl.data.replay_buffers.scheduler import LinearScheduler
@@ -29,7 +28,7 @@ def filled(name="Uniform", num_steps=6, infos=None, **options):
     return storage
 
 
-@pytest.mark.parametrize("options", [{}, {"n_step": 3, "alpha": 0.5}, {"name": "Episode"}])
+@pytest.mark.parametrize("options", [{}, {"n_step": 3, "alpha": 0.5}])
 def test_torchs_default_device_may_be_another(options):
     with torch.device("meta"):
         storage = filled(**options, discount=0.8)
@@ -133,15 +132,29 @@ def test_a_refused_attempt_leaves_the_directory_free(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def test_episodes_that_fit_their_lanes():
-    storage = filled("Episode", 0, num_envs=8, storage_size=32)
-    storage.extend(filled(num_steps=1)[:].exclude("index").expand(8), lanes=range(8))
-    assert len(storage) == 8
-    two = make("episodes", lanes=2, size=20)
-    flat = rows(Player().play([15, 5])).set(("collector", "traj_ids"), torch.arange(20) // 15)
-    with pytest.raises(ValueError, match="got 15"):
-        two.extend(flat)
-    assert len(two) == 0
+@pytest.mark.parametrize("name", ["Uniform", "Prioritized", "ERE"])
+def test_n_step_of_every_preset_can_be_set(name):
+    storage = filled(name, discount=0.5)
+    assert "steps_to_next_obs" not in storage.sample()
+    storage.n_step, storage.discount = 6, 1.0
+    batch = storage.sample(50)
+    assert torch.equal(batch["next", "reward"], batch["steps_to_next_obs"].float())
+    assert (batch["next", "observation"] == 6).all()
+    storage.n_step = 1
+    assert (storage.sample()["next", "reward"] == 1).all()
+
+
+def test_num_envs_of_a_storage_of_components():
+    storage = library.ReplayStorage(storage=library.PackedStorage(40), num_envs=4)
+    assert storage.episodes.num_envs == storage.writer.num_envs == 4
+    writer = library.EpisodeWriter(2)
+    with pytest.raises(ValueError, match=r"num_envs must be that of the writer, 2, got 4"):
+        library.ReplayStorage(storage=library.PackedStorage(40), num_envs=4, writer=writer)
+
+
+def test_storage_size_is_rounded_up():
+    storage = make("prioritized", lanes=3, size=100)
+    assert storage.storage.max_size == 102
 
 
 def test_small_things():

@@ -230,42 +230,6 @@ class TestFromEnv:
                 make_for(wrong)
 
 
-@pytest.mark.requirement("episodes")
-class TestEpisodes:
-    """`EpisodeReplayStorage`: its samples are whole episodes."""
-
-    def test_samples_are_those_of_sample_episodes(self, place):
-        storage, other = (make("episodes", place=place, size=20, batch_size=3) for _ in range(2))
-        for each in (storage, other):
-            Lanes(20).write(each, [ends([4, 2, 5], 3)])
-        for _ in range(3):
-            one, same = storage.sample(), other.sample_episodes(3)
-            assert torch.equal(ids_of(one), ids_of(same))
-            last = one["collector", "mask"].sum(1) - 1
-            assert one["next", "done"][torch.arange(3), last].all()
-        assert len(storage.sample(7)) == 7
-
-    def test_only_finished_and_whole_ones_can_be_sampled(self):
-        storage, lanes = make("episodes", size=10, batch_size=3), Lanes(10)
-        for flags, can in ((ends([], 3), False), (ends([1]), True), (ends([], 9), False)):
-            lanes.write(storage, [flags])
-            assert storage.can_sample() is can
-            if not can:
-                with pytest.raises(RuntimeError, match="finished"):
-                    storage.sample()
-
-    @pytest.mark.parametrize("num_envs", [1, 2])
-    def test_an_episode_that_does_not_fit_raises(self, num_envs):
-        storage = make("episodes", lanes=num_envs, size=6 * num_envs)
-        with pytest.raises(ValueError, match=r"6.*7"):
-            Lanes(6 * num_envs, num_envs).write(storage, [ends([7])] * num_envs)
-        with pytest.raises(TypeError, match="TensorDict"):
-            storage.extend({})
-        assert len(storage) == 0
-        Lanes(6 * num_envs, num_envs).write(storage, [ends([6])] * num_envs)
-        assert storage.is_full
-
-
 class TestTransforms:
     """Transforms of TorchRL take part, in batches and in what is written."""
 
@@ -356,7 +320,6 @@ def test_every_option_is_explained():
         ("NStepReplayStorage", {"n_step": 3}),
         ("PrioritizedReplayStorage", {"alpha": 0.6}),
         ("EREReplayStorage", {"eta": 0.996}),
-        ("EpisodeReplayStorage", {"batch_size": 16}),
     ],
 )
 def test_recipes_differ_in_their_defaults(name, other):
@@ -369,7 +332,7 @@ def test_recipes_differ_in_their_defaults(name, other):
     assert different == other
 
 
-@pytest.mark.parametrize("kind", [*RECIPES, "episodes"])
+@pytest.mark.parametrize("kind", RECIPES)
 def test_keywords_are_explicit(kind):
     shown = inspect.signature(type(make(kind))).parameters
     assert {"observation_space", "storage_size", "path", "transform"} <= {*shown}

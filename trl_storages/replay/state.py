@@ -175,7 +175,7 @@ class Parameter:
         found = [part for part in storage.parts() if self._name in _parameters(part)]
         if not found:
             raise AttributeError(
-                f"no part of this storage has {self._name!r}: recipes make that of n_step > 1, alpha > 0 "
-                "and eta < 1; or make the storage with a sampler or transform that has it."
+                f"no component of this replay buffer has {self._name!r}: pass alpha > 0, eta < 1 or "
+                "reward_fn to a preset, or a sampler or transform that has it to ReplayStorage."
             )
         return found

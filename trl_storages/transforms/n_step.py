@@ -56,8 +56,7 @@ class NStep(ReplayTransform):
     for their rewards only.
 
     Rewards are summed in float64, in time order, and rounded once: to their own dtype if it is floating,
-    to the default dtype for bool and 8- or 16-bit integers, to float64 for larger integers. With n = 1
-    they are unchanged.
+    to the default dtype for bool and 8- or 16-bit integers, to float64 for larger integers.
 
     **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, each agent's rewards
     are folded separately. The row's `done` ends the window of all agents; one of a single agent is an
@@ -70,7 +69,7 @@ class NStep(ReplayTransform):
     its first row, and with a `terminated_fn` the window ends where that goal is reached.
 
     Args:
-        n_step: n, at least 1; 1 only adds `steps_to_next_obs`.
+        n_step: n, at least 1; 1 leaves batches as they are, without `steps_to_next_obs`.
         discount: γ, in [0, 1]; must match the loss.
         reward_key: entry of the reward under `next`, one value per row or per agent; or a list of such
             entries. `steps_to_next_obs` has the shape of the first.
@@ -111,12 +110,14 @@ class NStep(ReplayTransform):
         self.steps_to_next_obs_key = steps_to_next_obs_key
 
     def prepare(self, rows: BatchRows) -> None:
-        """Opens the window.
+        """Opens the window, if n is above 1.
 
         Raises:
             ValueError: the rows are n-step transitions already, or lack next observations.
             RuntimeError: another `NStep` has opened one.
         """
+        if self.n_step == 1:
+            return
         if self.steps_to_next_obs_key in rows:
             raise ValueError(
                 f"the rows hold {self.steps_to_next_obs_key!r}, so they are n-step transitions "
@@ -141,6 +142,8 @@ class NStep(ReplayTransform):
             RuntimeError: a transform before has set rewards of the rows, not of their windows.
             TypeError: the rewards are complex.
         """
+        if self.n_step == 1:
+            return
         window, reward_keys = rows.window, self.reward_key
         if not isinstance(reward_keys, list):
             reward_keys = [reward_keys]
@@ -185,8 +188,6 @@ def _folded(
     rewards: torch.Tensor, lengths: torch.Tensor, discount: float, is_on_host: bool
 ) -> torch.Tensor:
     """Sums the first `lengths` `[B]` of rewards `[n, B, ...]`, discounted."""
-    if rewards.shape[0] == 1:
-        return rewards[0]
     dtype = return_dtype(rewards.dtype)
     if is_on_host:
         # The loop is compiled for two dtypes; it sums in float64 in any case.
