@@ -20,7 +20,7 @@ from trl_storages import arguments
 from trl_storages.directory import Directory
 from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import FIRST
+from trl_storages.kernels import FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
@@ -164,6 +164,23 @@ def _parsed_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     if not fits:
         raise ValueError("the steps of a lane must follow one another: nothing changed.")
     return PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
+
+
+def numbered(layout: Layout, steps: np.ndarray, firsts: np.ndarray) -> list[PackedLane]:
+    """Returns lanes without live steps.
+
+    Args:
+        layout: of the rows.
+        steps: `[E]` the numbers of the next step of each lane.
+        firsts: `[E]` the first step of the episode that the next step continues, unless it begins one.
+    """
+    size = layout.frames + 1, layout.entry_words
+    entries = [torch.zeros(size, dtype=torch.int64, device="cpu")]
+    of_step = np.array([False]), np.array([GOES_ON]), np.array([layout.frames - 1]), np.zeros(1)
+    return [
+        PackedLane(step, step, min(first, step - 1), *of_step, entries)
+        for step, first in zip(steps.tolist(), firsts.tolist(), strict=True)
+    ]
 
 
 def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> None:

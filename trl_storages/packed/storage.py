@@ -306,6 +306,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         for key, value in values.items():
             self.rows.rewrite(key, at, value[chosen.to(value.device)])
 
+    def number_steps(self, steps: np.ndarray, firsts: np.ndarray) -> None:
+        """Empties all lanes, and numbers their next steps; see `dumps.numbered`."""
+        lanes = dumps.numbered(self.layout, steps, firsts)
+        self._take(self.place.replaced(partial(dumps.fill, lanes), None))
+
     # State
 
     def state(self) -> State:

@@ -385,6 +385,37 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         with dispatch_td_nn_modules(True):
             return self._transform.inv(data)
 
+    def extend_from(self, other: ReplayStorage) -> None:
+        """Writes the transitions of another replay buffer, of any size and number of lanes.
+
+        Complete episodes, oldest first, in chunks. Their ends, splits and priorities are kept, and so is
+        what is stored once. With as many lanes each transition stays in its lane, and running episodes go
+        on; else episodes are shared out between the lanes, and running ones are split. An empty replay
+        buffer with as many lanes of the same size samples the same transitions next, with the same seed.
+
+        Args:
+            other: a replay buffer, such as `ReplayStorage.open(path, mode="r")`. Fields are matched by
+                name, and infos at its root also to fields under `next`; a warning names those left out.
+
+        Raises:
+            ValueError: fields are missing, or have another dtype or shape. Nothing is written then.
+            TypeError: `other` is no `ReplayStorage`.
+        """
+        if arguments.instance("other", other, ReplayStorage) is self:
+            raise ValueError("other must be another replay buffer, got this one.")
+        own, its = self._prioritized, other._prioritized
+        with self._prefetch_queue.paused(), other._replay_lock, other._write_lock:
+            if its is not None:
+                its.priorities_of(other._storage)  # new transitions get their priorities
+            with self._replay_lock, self._write_lock:
+                self._writer.extend_from(other._writer)
+                if self._writer.num_envs == other._writer.num_envs:
+                    self._recorder.parsed(other._recorder.state())()
+                if own is not None and its is not None:
+                    largest = max(it.state()["largest"] or 0.0 for it in (own, its))
+                    own.load_state_dict({"largest": largest})
+                    own.priorities_of(self._storage)
+
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next rows begin new ones.
 

@@ -25,6 +25,7 @@ from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
 from trl_storages.writing.lanes import Places, all_lanes, in_order, num_steps_of, route
 from trl_storages.writing.staging import Rows, entries_in
+from trl_storages.writing.transfer import Transfer, matched
 
 __all__ = ["EpisodeWriter"]
 
@@ -250,8 +251,15 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     # Steps as blocks
 
-    def append(self, block: Block, layout: Layout) -> torch.Tensor:
+    def append(
+        self, block: Block, layout: Layout, *, cuts_gaps: bool | None = None
+    ) -> torch.Tensor:
         """Writes rows that are checked but for their stacks of frames.
+
+        Args:
+            block: the rows.
+            layout: of the rows.
+            cuts_gaps: whether to split episodes at gaps; None as `on_gap` says.
 
         Returns:
             `[N]` int64 slots in the order of the block.
@@ -265,7 +273,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             storage.lay_out(layout)
         if self._shared is not None:
             self._cut_from_others(block)
-        slots, gaps = storage.append(block, cuts_gaps=self.on_gap == "cut")
+        cuts_gaps = self.on_gap == "cut" if cuts_gaps is None else cuts_gaps
+        slots, gaps = storage.append(block, cuts_gaps=cuts_gaps)
         if gaps:
             gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
         self._count[0] = count = int(self._count[0]) + len(block.done)
@@ -278,6 +287,53 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 'pass on_gap="ignore" if observations are changed between steps.'
             )
         return torch.from_numpy(slots)
+
+    def extend_from(self, other: EpisodeWriter) -> None:
+        """Writes the transitions of another writer's storage; see `ReplayStorage.extend_from`.
+
+        Raises:
+            ValueError: fields do not fit. Nothing is written then.
+        """
+        source, target = other._storage, self._storage
+        target.place.check_writer()
+        transfer = Transfer(source, target)
+        if not len(transfer.slots):
+            return
+        layout, sources = self._layout_from(source.layout)
+        stacks = [(it.stack, source.layout.by_key[sources[it.key]].stack) for it in layout.fields]
+        if any(own and own != its for own, its in stacks):
+            for block, _ in Transfer(source, target).blocks(layout, sources):
+                layout.check_stacks(block.words)
+        if target.layout is None:
+            target.lay_out(layout)
+        if transfer.keeps_lanes and not len(target):
+            transfer.number_steps()
+        priorities = source.episodes.priorities[transfer.slots]
+        for block, ranks in transfer.blocks(layout, sources):
+            slots = self.append(block, layout, cuts_gaps=False).numpy()
+            is_live, index = slots >= 0, target.episodes
+            index.priorities[slots[is_live]] = priorities[ranks[is_live]]
+            index.num_updates[0] += 1
+        target.end_episodes(transfer.ended_lanes())
+        if transfer.keeps_lanes:
+            self._trajectory[:] = other._trajectory
+        self._resumed_at = self.write_count
+
+    def _layout_from(self, source: Layout) -> tuple[Layout, dict[NestedKey, NestedKey]]:
+        """Returns the layout of transitions from another storage, and the source of each field.
+
+        Raises:
+            ValueError: fields do not fit.
+        """
+        storage, given = self._storage, source.described
+        wanted = storage.fields or dict.fromkeys(self.keys or given)
+        sources = matched(storage.layout.described if storage.layout else wanted, given)
+        layout = storage.layout_for(
+            {key: given[its] for key, its in sources.items()}, source.nested
+        )
+        if lost := sorted(given.keys() - {*sources.values()}, key=str):
+            warn_caller(f"the replay buffer has no fields for {lost}, which are left out.")
+        return layout, sources
 
     def _cut_from_others(self, block: Block) -> None:
         """Cuts lanes that another process has written: its environments are others."""
