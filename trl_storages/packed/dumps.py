@@ -24,7 +24,7 @@ from trl_storages.kernels import FIRST, GOES_ON
 from trl_storages.states import State, array, entries_of
 from trl_storages.streams.layout import Layout
 
-__all__ = ["PackedLane", "fill", "packed", "parsed", "read"]
+__all__ = ["PackedLane", "fill", "numbered", "packed", "parsed", "read"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
 
