@@ -11,9 +11,23 @@ from contract.make import assemble, make, make_for
 from contract.steps import Player, assert_same, ids_of, rows
 from tally_env import LENGTHS, TallyEnv, tally
 from tensordict import LazyStackedTensorDict
+from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import SerialEnv
+from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import (
+    MLP,
+    NormalParamExtractor,
+    ProbabilisticActor,
+    QValueActor,
+    TanhNormal,
+    ValueOperator,
+)
+from torchrl.objectives import DQNLoss, SACLoss, SoftUpdate
 from torchrl.trainers import ReplayBufferTrainer
+from torchrl.trainers.algorithms.dqn import DQNTrainer
+from torchrl.trainers.algorithms.sac import SACTrainer
+
+from trl_storages import UniformReplayStorage
 
 from trl_storages import NStep
 
@@ -76,20 +90,28 @@ class TestCollector:
             assert_nothing_crosses(storage)
         assert storage.write_count == 80 * num_envs
 
+    @pytest.mark.parametrize("is_flat", [False, True])
     @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_a_trainer_writes_what_it_did_not_flatten(self, place, num_envs):
-        storage = tally_storage(num_envs, 40 * num_envs, place=place)
-        whole, flat = (
-            ReplayBufferTrainer(storage, batch_size=8, flatten_tensordicts=is_flat)
-            for is_flat in (False, True)
-        )
-        for data in collected(num_envs, 4):
-            whole.extend(data.clone())
-            assert_nothing_crosses(storage)
-            # It sets `truncated` of rows that end nothing.
-            with pytest.raises(ValueError, match="flatten_tensordicts=False"):
-                flat.extend(data)
-        assert storage.write_count == 32 * num_envs
+    def test_batches_that_a_trainer_writes(self, place, num_envs, is_flat):
+        storage, plain = (tally_storage(num_envs, 40 * num_envs, place=place) for _ in range(2))
+        hook = ReplayBufferTrainer(storage, batch_size=8, flatten_tensordicts=is_flat)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for data in collected(num_envs, 4):
+                plain.extend(data.clone())
+                hook.extend(data)
+                assert_nothing_crosses(storage)
+        assert len([it for it in caught if "trainers" in str(it.message)]) == is_flat
+        assert_same(*(each[:].exclude("collector") for each in (storage, plain)))
+
+    def test_some_truncated_rows_that_are_not_done_raise(self):
+        for truncated in ([True, True, False], [False, False, True]):
+            steps = rows(Player().play([], 3))
+            steps["next", "truncated"] = torch.tensor(truncated).unsqueeze(1)
+            with pytest.raises(ValueError, match=r"set it to terminated \| truncated"):
+                make().extend(steps)
+        with pytest.raises(ValueError, match="terminated"):
+            make().extend(steps[2:])
 
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_n_step_returns_without_next_observations_raise(self, place, num_envs):
@@ -276,6 +298,72 @@ WAYS = {
 }
 
 
+class TestTrainers:
+    """TorchRL's algorithm trainers, which flatten what they write."""
+
+    def test_dqn(self):
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        env = TransformedEnv(env, Compose(RewardSum(["reward"], ["reward_sum"]), StepCounter(20)))
+        network = QValueActor(
+            MLP(4, 2, num_cells=[8]), in_keys=["observation"], spec=env.action_spec
+        )
+        loss = DQNLoss(network, action_space=env.action_spec, delay_value=True)
+        storage = self.trained(DQNTrainer, env, network, loss, alpha=0.6)
+        batch = storage.sample(500)
+        assert batch["priority_weight"].std() > 0
+        ends = batch["next", "observation"][:, 2].abs() > 0.2095  # the pole falls
+        assert torch.equal(batch["next", "terminated"].flatten(), ends)
+
+    def test_sac(self):
+        env = GymEnv("Pendulum-v1")
+        env = TransformedEnv(env, Compose(RewardSum(["reward"], ["reward_sum"]), StepCounter(20)))
+        net = TensorDictModule(
+            torch.nn.Sequential(MLP(3, 2, num_cells=[8]), NormalParamExtractor()),
+            in_keys=["observation"],
+            out_keys=["loc", "scale"],
+        )
+        keys = {"in_keys": ["loc", "scale"], "spec": env.action_spec, "return_log_prob": True}
+        limits = {"low": -2.0, "high": 2.0}
+        actor = ProbabilisticActor(
+            net, distribution_class=TanhNormal, distribution_kwargs=limits, **keys
+        )
+        q_value = ValueOperator(MLP(4, 1, num_cells=[8]), in_keys=["observation", "action"])
+        self.trained(SACTrainer, env, actor, SACLoss(actor, q_value))
+
+    def trained(self, trainer, env, policy, loss, **options):
+        """Trains for 160 steps; what is stored is what was collected, but for the trainer's flags."""
+        storage = UniformReplayStorage.from_env(env, storage_size=200, batch_size=32, **options)
+        collector = Collector(env, policy, frames_per_batch=40, total_frames=160)
+        collected = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            training = trainer(
+                collector=collector,
+                total_frames=160,
+                frame_skip=1,
+                optim_steps_per_batch=3,
+                loss_module=loss,
+                optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
+                replay_buffer=storage,
+                target_net_updater=SoftUpdate(loss, tau=0.05),
+                progress_bar=False,
+                save_trainer_interval=10**9,
+            )
+            before = [parameter.clone() for parameter in loss.parameters()]
+            training.register_op("batch_process", lambda batch: collected.append(batch.clone()))
+            training.train()
+        assert any(
+            (one != other).any() for one, other in zip(before, loss.parameters(), strict=True)
+        )
+        ends, steps = storage[:]["next"], torch.cat(collected)["next"]
+        for name in ("reward", "done", "terminated", "truncated"):
+            assert torch.equal(ends[name], steps[name]), name
+        assert (
+            0 < int(ends["done"].sum()) == int(storage.episodes.episodes()["finished"].sum()) < 40
+        )
+        return storage
+
+
 class TestGaps:
     """Streams that start again though nobody ended their episodes."""
 
@@ -326,6 +414,37 @@ class TestGaps:
                 following = following + 1 if goes_on else 1
                 expected[steps[at].id] = following
         assert lengths(storage) == expected
+
+    @pytest.mark.parametrize("num_steps", [8, 60])
+    def test_flat_blocks_of_several_environments_without_ids_raise(self, place, num_steps):
+        storage = self.make(place, lanes=1, size=40)
+        storage.extend(rows(Player(9).play([30, 10])))
+        before = storage[:]
+        flat = (
+            self.streams([Player(lane) for lane in range(4)], num_steps).transpose(0, 1).flatten()
+        )
+        with pytest.raises(ValueError, match=r"(31 of 32|239 of 240) .*num_envs.*traj_ids"):
+            storage.extend(flat)
+        assert_same(storage[:], before)
+        assert storage.write_count == 40
+        # A whole block is counted, not its parts.
+        half = torch.cat([flat, *[rows(Player(9).play([], len(flat) + 9))]])
+        with pytest.warns(UserWarning, match="end_episodes"):
+            storage.extend(half)
+
+    def test_short_blocks_ends_and_ignored_gaps_do_not_raise(self):
+        def flat(end):
+            steps = [player.step(end) for _ in range(10) for player in players]
+            return rows(steps)
+
+        players = [Player(lane) for lane in range(4)]
+        storage = self.make(lanes=1)
+        storage.extend(flat("truncated"))
+        with pytest.warns(UserWarning, match="end_episodes"):
+            storage.extend(flat("")[:31])
+        self.make(lanes=1, on_gap="ignore").extend(flat(""))
+        ids = torch.arange(40) % 4
+        self.make(lanes=4).extend(flat("").set(("collector", "traj_ids"), ids))
 
     def test_what_is_ended_or_goes_on_is_no_gap(self):
         storage, players = self.make(), [Player(0), Player(1)]

@@ -53,6 +53,7 @@ from trl_storages.kernels.draws import after
 __all__ = [
     "compare",
     "copy_in",
+    "count_gaps",
     "enter",
     "find_tips",
     "gather",
@@ -125,6 +126,23 @@ def compare(
                     copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
                 copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
                 how[i] = _compared(last, 0, 0, block, i, S, sizes)
+
+
+@loop
+def count_gaps(sizes: Any, next_word: int, block: Any, done: Any) -> int:
+    """Returns how many rows of a block of one lane do not continue the row before, which is not done.
+
+    The number is exact where it is more than half of the rows; else it may be too small.
+    """
+    _, _, first, end, _ = sizes
+    gaps = 0
+    for i in range(1, len(block)):
+        if 2 * (i - gaps) > len(block):
+            break  # most rows continue
+        if not done[i - 1]:
+            same = _are_same(block, i - 1, next_word + first, block, i, first, end - first)
+            gaps += not same
+    return gaps
 
 
 @loop

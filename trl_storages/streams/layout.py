@@ -16,6 +16,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages._torchrl import new_tensordict
+from trl_storages.kernels import streams
 from trl_storages.streams.fields import DTYPES, WORD, Field
 
 __all__ = ["Block", "Layout", "Nested", "nest", "nested_sizes"]
@@ -191,6 +192,17 @@ class Layout:
                 "the next stack of a row must be its stack moved by one frame; store other observations "
                 "without a FrameStack: frame_stack={key: FrameStack(k)} names those that are stacks."
             )
+
+    def count_gaps(self, rows: Any, done: Any) -> int:
+        """Returns how many rows `[N, row_words]` of one lane do not continue the row before.
+
+        See `kernels.streams.count_gaps`. `done` `[N]` bool says which end their episodes.
+        """
+        if isinstance(rows, np.ndarray):
+            return int(streams.count_gaps(self.sizes, self.next_word, rows, done))
+        begin, end = self.sizes[2:4]
+        after = rows[:-1, self.next_word + begin : self.next_word + end]
+        return int(((rows[1:, begin:end] != after).any(1) & ~done[:-1]).sum())
 
     # Views
 

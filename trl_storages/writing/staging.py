@@ -128,16 +128,21 @@ class Rows(Staging):
         # Stacks, by their places among the fields; they are copied as frames.
         self._stacks = [(place, it) for place, it in enumerate(fields) if it.stack]
         # Flags that end episodes, too, beside `done`; those of another device are not waited for.
-        self._ends = [
-            (self.views[key].view(-1).numpy(), done.numpy())
+        self._is_done: Any = done.numpy() if done.is_cpu else None
+        self._ends: dict[NestedKey, Any] = {
+            key: self.views[key].view(-1).numpy()
             for key in (keys.TERMINATED, keys.TRUNCATED)
             if done.is_cpu and key in layout and self.views[key].numel() == len(done)
-        ]
+        }
         # To make it takes longer than to enter it.
         self._inference = torch.inference_mode()
 
-    def fill(self, found: Mapping[NestedKey, torch.Tensor]) -> None:
+    def fill(self, found: Mapping[NestedKey, torch.Tensor]) -> bool:
         """Copies the entries of a TensorDict that have fields.
+
+        Returns:
+            whether all rows of a flat batch were truncated and some not done: those that are done and
+            not terminated are truncated then.
 
         Raises:
             KeyError: an entry is missing.
@@ -161,13 +166,19 @@ class Rows(Staging):
             values[place] = field.stack.frames(values[place], field.shape)  # type: ignore[union-attr]
         with self._inference:
             copy_all(self._targets, values)
-        for flag, done in self._ends:
-            if np.count_nonzero(flag > done):
+        is_repaired, done = False, self._is_done
+        for key, flag in self._ends.items():
+            if not np.count_nonzero(flag > done):
+                continue
+            if key == keys.TERMINATED or len(self.batch) != 1 or flag.size == 1 or not flag.all():
                 raise ValueError(
-                    f"{self._keys[-1]!r} must be true where rows are terminated or truncated, got a row "
-                    "where it is not: set it to terminated | truncated. A trainer that flattens makes "
-                    "such rows: pass it flatten_tensordicts=False."
+                    f"{self._keys[-1]!r} must be true where transitions are terminated or truncated, got "
+                    "one where it is not: set it to terminated | truncated."
                 )
+            # TorchRL's trainers set all of them, not the last one of each environment.
+            np.greater(done, self._ends.get(keys.TERMINATED, False), out=flag)
+            is_repaired = True
+        return is_repaired
 
     def _refuse(self, values: Sequence[torch.Tensor]) -> None:
         for key, value, (dtype, shape) in zip(self._keys, values, self._kinds, strict=True):

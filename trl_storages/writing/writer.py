@@ -36,6 +36,8 @@ _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
 )
 _MOST_KEPT = 1 << 24  # bytes
+# Of shorter writes it is not checked whether they are of one environment.
+_LEAST_CHECKED = 32
 
 
 class EpisodeWriter(Writer):  # type: ignore[misc]
@@ -80,7 +82,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         # The count when rows were loaded or opened, else -1: who goes on in a lane that was not written
         # since may be another.
         self._resumed_at = -1
-        self._warned_of_gaps = self._warned_of_lost = False
+        self._warned_of_gaps = self._warned_of_lost = self._warned_of_flat = False
 
     def _take(self, notes: np.ndarray) -> None:
         # How many rows were written, in the first place; of each lane the number of its last trajectory,
@@ -152,7 +154,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if not batch.numel():
             raise ValueError(f"there must be steps to write, got a batch {[*batch]}.")
         rows = self._rows_for(data, found, batch)
-        rows.fill(found)
+        if rows.fill(found) and not self._warned_of_flat:
+            self._warned_of_flat = True
+            warn_caller(
+                "every transition of a flat batch is truncated and some are not done, as TorchRL's "
+                "trainers leave them: stored as truncated are those that are done and not terminated."
+            )
         numbers: Any = found.get(self.traj_key)
         if numbers is not None:
             numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
@@ -160,7 +167,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if numbers is not None:
             numbers = numbers if places.order is None else numbers[places.order]
             cut = self._cut(numbers, places)
-        slots = self.append(rows.block(places, cut), rows.layout)
+        block = rows.block(places, cut)
+        if numbers is None and len(batch) == len(places.which) == 1 and self.on_gap == "cut":
+            self._check_continues(block, rows.layout)
+        slots = self.append(block, rows.layout)
         if numbers is not None:
             self._trajectory[places.which] = numbers[places.offsets[1:] - 1]
         if places.order is not None:
@@ -248,6 +258,20 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         first = places.offsets[:-1]
         cut[first] = numbers[first] != self._trajectory[places.which]
         return cut
+
+    def _check_continues(self, block: Block, layout: Layout) -> None:
+        """Raises a ValueError if a flat block without trajectory ids can't be of one environment."""
+        size = len(block.done)
+        if (
+            size >= _LEAST_CHECKED
+            and 2 * (gaps := layout.count_gaps(block.words, block.done)) > size
+        ):
+            raise ValueError(
+                f"{gaps} of {size} transitions do not begin with the observation that the one before led "
+                "to. Of several environments: make the replay buffer with their num_envs and pass "
+                f"[num_envs, T], or [N] with trajectory ids, {self.traj_key!r}. Unrelated transitions: "
+                "set 'truncated' and 'done' of each. Nothing was written."
+            )
 
     # Steps as blocks
 
