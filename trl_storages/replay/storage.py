@@ -70,10 +70,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     Args:
         storage: holds the rows.
+        num_envs: E, the number of lanes; None takes that of the writer, else of the storage.
         sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
             `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
             one of your own must return slots of live rows.
-        num_envs: E, the number of lanes; None takes that of the writer, else of the storage.
         writer: how rows are written; None makes `EpisodeWriter(num_envs)`.
         transform: applied to each batch; TorchRL's, but `MultiStepTransform` and `CatFrames`, or
             functions of a batch.
@@ -388,10 +388,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     def extend_from(self, other: ReplayStorage) -> None:
         """Writes the transitions of another replay buffer, of any size and number of lanes.
 
-        Complete episodes, oldest first, in chunks. Their ends, splits and priorities are kept, and so is
-        what is stored once. With as many lanes each transition stays in its lane, and running episodes go
-        on; else episodes are shared out between the lanes, and running ones are split. An empty replay
-        buffer with as many lanes of the same size samples the same transitions next, with the same seed.
+        Episodes are copied one after another, oldest first, in chunks of some megabytes. Their ends,
+        splits and priorities are kept. With equally many lanes each transition stays in its lane, and running
+        episodes continue; otherwise each episode goes to the lane with the fewest transitions, and
+        running episodes are split. If this replay buffer is empty and of the same size and number of
+        lanes, it samples with the same seed the same transitions as the other one.
 
         Args:
             other: a replay buffer, such as `ReplayStorage.open(path, mode="r")`. Fields are matched by
@@ -406,7 +407,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         own, its = self._prioritized, other._prioritized
         with self._prefetch_queue.paused(), other._replay_lock, other._write_lock:
             if its is not None:
-                its.priorities_of(other._storage)  # new transitions get their priorities
+                its.priorities_of(other._storage.view())  # new transitions get their priorities
             with self._replay_lock, self._write_lock:
                 self._writer.extend_from(other._writer)
                 if self._writer.num_envs == other._writer.num_envs:
@@ -414,7 +415,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
                 if own is not None and its is not None:
                     largest = max(it.state()["largest"] or 0.0 for it in (own, its))
                     own.load_state_dict({"largest": largest})
-                    own.priorities_of(self._storage)
+                    own.priorities_of(self._storage.view())
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Cuts the running episodes of some lanes, or of all: their next rows begin new ones.

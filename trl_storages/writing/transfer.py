@@ -79,8 +79,8 @@ class Transfer:
     """
 
     def __init__(self, source: PackedStorage, target: PackedStorage) -> None:
-        self._source, self._target, self._seen = source, target, source.look()
-        index, own = source.episodes, target.episodes
+        self._view, self._target = source.view(), target
+        index, own = self._view.episodes, target.episodes
         self.slots = index.live_slots().numpy()
         N, lane, bounds = len(self.slots), index.lanes_of(self.slots), index.bounds(self.slots)
         self._begins, self._ends = bounds[:, BEGIN] == 0, index.ends[self.slots]
@@ -109,7 +109,7 @@ class Transfer:
         """
         lanes, oldest = self._lanes[self._oldest], self.slots[self._oldest]
         steps, firsts = np.zeros((2, len(self._last)), np.int64)
-        steps[lanes] = self._source.episodes.steps_of(oldest)
+        steps[lanes] = self._view.episodes.steps_of(oldest)
         firsts[lanes] = steps[lanes] + self._begun
         self._target.number_steps(steps, firsts)
         self._begins[self._oldest] = self._begun == 0
@@ -122,10 +122,11 @@ class Transfer:
 
         Transitions that another process has evicted meanwhile are left out.
         """
-        size = max(_CHUNK // (8 * max(layout.row_words, self._source.layout.row_words)), 1)
+        size = max(_CHUNK // (8 * max(layout.row_words, self._view.layout.row_words)), 1)
         for begin in range(0, len(self.slots), size):
             ranks, lanes = self._ranks[begin : begin + size], self._lanes[begin : begin + size]
-            batch, gone = self._source.read(torch.from_numpy(self.slots[ranks]), self._seen)
+            slots = torch.from_numpy(self.slots[ranks])
+            batch, gone = self._view.read(slots), self._view.overwritten(slots)
             staging = Staging(layout, batch.batch_size)
             for field in layout.fields:
                 values = batch[sources[field.key]]
