@@ -107,7 +107,7 @@ def test_targets_equal_a_plain_loop(name, history, n_step):
     assert_folded(batch, lanes, n_step, GAMMA, terminated_fn)
     expected = []
     for row in batch:
-        target, m = row["next", "reward"].item(), row["steps_to_next_obs"].item()
+        target, m = row["next", "reward"].item(), int(row.get("steps_to_next_obs", 1))
         if not row["next", "terminated"]:
             target += GAMMA**m * value(row["next", "observation"]).item()
         expected.append(target)

@@ -389,10 +389,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """Writes the transitions of another replay buffer, of any size and number of lanes.
 
         Episodes are copied one after another, oldest first, in chunks of some megabytes. Their ends,
-        splits and priorities are kept. With equally many lanes each transition stays in its lane, and running
-        episodes continue; otherwise each episode goes to the lane with the fewest transitions, and
-        running episodes are split. If this replay buffer is empty and of the same size and number of
-        lanes, it samples with the same seed the same transitions as the other one.
+        splits and priorities are kept. With equally many lanes each transition stays in its lane, and
+        running episodes continue; otherwise each episode goes to the lane with the fewest transitions,
+        and running episodes are split. If this replay buffer is empty and of the same size and number
+        of lanes, it samples with the same seed the same transitions as the other one.
 
         Args:
             other: a replay buffer, such as `ReplayStorage.open(path, mode="r")`. Fields are matched by
