@@ -27,9 +27,7 @@ from torchrl.trainers import ReplayBufferTrainer
 from torchrl.trainers.algorithms.dqn import DQNTrainer
 from torchrl.trainers.algorithms.sac import SACTrainer
 
-from trl_storages import UniformReplayStorage
-
-from trl_storages import NStep
+from trl_storages import NStep, UniformReplayStorage
 
 pytestmark = [
     pytest.mark.requirement("nothing-crosses"),

@@ -253,7 +253,9 @@ def test_several_rewards_are_folded_over_one_window(place, n_step, relabels):
     storage, lanes = assemble(40, place=place, **parts), Lanes(40)
     lanes.write(storage, [ends([5, 9], 6)], change=with_costs)
     batch = storage.sample(40)
-    counts = batch["steps_to_next_obs"].flatten().tolist()
+    counts = (
+        batch.get("steps_to_next_obs", torch.ones(len(batch), dtype=torch.int64)).flatten().tolist()
+    )
     assert max(counts) == n_step
     expected = [
         sum(0.5**at * costs[number + at] for at in range(count))
