@@ -146,6 +146,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         priorities = self.priorities_of(view)
         # Who only reads a directory has no say.
         is_missed = priorities.num_batches == _FORGOTTEN and not priorities.largest
+        priorities.num_batches += 1
         if is_missed and view.is_exclusive:
             warn_caller(
                 f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
@@ -291,17 +292,19 @@ class Priorities:
 
     def catch_up(self) -> None:
         """Takes in what other processes have set, and which rows are new and which are gone."""
-        if self._num_updates != self.index.num_updates[0]:
-            self._num_updates = int(self.index.num_updates[0])
+        # What was seen is stored last: an interrupt leaves what must be taken in again.
+        if missed := int(self.index.num_updates[0]) - self._num_updates:
             changed = np.flatnonzero(self.raw != self._known)
             self.largest = max(self.largest, self._largest_of(changed))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
-        changes, self._seen = self.index.since(self._seen)
+            self._num_updates += missed
+        changes, seen = self.index.since(self._seen)
         if changes is not None:
             nothing = np.zeros(len(changes.gone))
             tree.set_leaves(self.sums, self.starts, False, changes.gone, nothing)
             self._set_least(changes.gone)
             self._take_in(changes.new)
+        self._seen = seen
 
     def _largest_of(self, slots: np.ndarray) -> float:
         """Returns the largest raw priority of some rows, 0 if none was set."""
@@ -315,10 +318,10 @@ class Priorities:
         of_weights = self.of_new, self.alpha, self.eps
         table = self.sums, self.starts
         tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.can_set)
+        self._set_least(slots)
         if self.can_set:
             self.index.num_updates[0] += 1
             self._num_updates += 1
-        self._set_least(slots)
 
     def _set_least(self, slots: np.ndarray) -> None:
         """Sets the weights of some rows in the tree of least ones, if there is one."""
@@ -336,12 +339,16 @@ class Priorities:
             IndexError: there is no such slot. Nothing is changed then.
         """
         kept = np.empty(len(slots), np.int64)
+        # Until the weights follow, the count differs from what was seen.
+        self.index.num_updates[0] += 1
         count, largest = tree.report(self.index.tables, slots, steps, priority, kept)
         if count < 0:
+            self.index.num_updates[0] -= 1
             most = self.index.capacity
             raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
         self.largest = max(self.largest, float(largest))
         self._take_in(kept[:count])
+        self._num_updates += 1
 
     def by_slot(self) -> np.ndarray:
         """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
@@ -360,7 +367,6 @@ class Priorities:
             the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
             drawn from, `[2, R]` firsts and ends.
         """
-        self.num_batches += 1
         ranges = self._every_leaf
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
