@@ -1,4 +1,4 @@
-"""Files: regular ones alone, after a crash the old text or the new, one writer."""
+"""Files: regular ones alone, after a crash the old text or the new; locks of the system's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import errno
 import gc
 import os
 import stat
+import tempfile
 import weakref
+from contextlib import AbstractContextManager, nullcontext
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
@@ -15,7 +19,15 @@ except ImportError:
     # Rows in memory need no file locks.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["NO_LINKS", "WriterLock", "open_regular", "read_text", "sync_directory", "write_text"]
+__all__ = [
+    "NO_LINKS",
+    "ProcessLock",
+    "WriterLock",
+    "open_regular",
+    "read_text",
+    "sync_directory",
+    "write_text",
+]
 
 #: Flags of `os.open`: do not follow links, and do not wait until a pipe has a writer.
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -135,3 +147,48 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
+
+
+class ProcessLock:
+    """A lock between processes, which forked ones share; the system releases it when its holder dies.
+
+    It is a record lock of a file, which belongs to a process: its threads need a lock of their own, to
+    be taken before. It is pickled for spawned processes while this one lives.
+
+    Raises:
+        RuntimeError: the platform has no file locks.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        if fcntl is None:
+            raise RuntimeError("share() needs POSIX file locks; this platform has none.")
+        if name:
+            self._file = os.open(name, os.O_RDWR)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        # The context of the holder, and its process.
+        self._held: tuple[Any, int] = type(None), 0
+
+    def hold(self) -> AbstractContextManager[Any]:
+        """Waits for the lock; returns the context in which this process holds it.
+
+        A record lock is released when its process closes any descriptor of the file. The context is such
+        a descriptor: its exit is written in C, so that no interrupt comes between exit and release.
+        """
+        held, process = self._held
+        file = held()
+        if process == os.getpid() and file is not None and not file.closed:
+            return nullcontext()  # methods that hold it call others that take it
+        file = FileIO(os.dup(self._file), "r+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            self._held = weakref.ref(file), os.getpid()
+            return file
+        except BaseException:
+            file.close()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcessLock, (f"/proc/{os.getpid()}/fd/{self._file}",)

@@ -6,12 +6,14 @@ Letters: B batch, S rows of a sequence.
 from __future__ import annotations
 
 import math
+import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -241,39 +243,92 @@ def _draw_episodes(
     return batch if overwritten is None else batch[~overwritten.any(1)]
 
 
-class Ahead(deque[Future[Any]]):
+class Ahead(deque[SimpleQueue[Any]]):
     """Batches that are drawn before they are asked for, in the order in which they would be drawn.
+
+    Each item is a queue that gets one batch, from a thread. An interrupt may come between any two
+    lines: all that waits is a queue or lock written in C, and an interrupt drops one batch at most.
 
     Args:
         draw: returns a batch.
         number: how many there are; 0 draws none ahead.
+
+    Attributes:
+        lock: taken before the locks of the storage.
     """
 
     def __init__(self, draw: Callable[[], Any], number: int) -> None:
         super().__init__()
         self._draw, self.number = draw, number
-        # More threads would reorder the draws.
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        # Taken before the locks of the storage.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        # What a thread of this process is asked for; several threads would reorder the draws.
+        self._process, self._requests = -1, SimpleQueue[Any]()
+        self._end: Callable[[], Any] = self.clear
 
     def take(self) -> Any:
-        """Returns the next batch, and has others drawn."""
-        with self._lock:
-            batch = self.popleft().result() if self else self._draw()
+        """Returns the next batch, and has others drawn.
+
+        Raises:
+            Exception: the error that the draw of this batch has raised.
+        """
+        with self.lock:
+            if self._process != os.getpid():
+                self._start()
+            # It leaves the deque first: no later call waits for a batch that this one has received.
+            batch, error = self.popleft().get() if self else (self._draw(), None)
+            if error is not None:
+                raise error
             while len(self) < self.number:
-                self.append(self._thread.submit(self._draw))
+                answer = SimpleQueue[Any]()
+                self._requests.put((self._draw, answer))
+                self.append(answer)
             return batch
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Waits for the batches that are being drawn, and has none drawn before the context ends."""
-        with self._lock:
-            wait(self)
-            yield
+    def _start(self) -> None:
+        """Starts a thread, such as in a forked process, which receives none of the earlier batches."""
+        requests = SimpleQueue[Any]()
+        thread = threading.Thread(target=_answer, args=(requests,), daemon=True)
+        thread.start()
+        self.clear()
+        self._requests = requests
+        # Also when the storage is collected, and before the interpreter ends.
+        self._end = weakref.finalize(self, _end, requests, thread, os.getpid())
+        self._process = os.getpid()
+
+    def finished(self) -> AbstractContextManager[None]:
+        """Waits until all batches are drawn; with the lock held none is drawn before it is given back."""
+        if self._process == os.getpid():
+            answer = SimpleQueue[Any]()
+            self._requests.put((_nothing, answer))
+            answer.get()
+        return nullcontext()
 
     def close(self) -> None:
         """Drops all batches, and ends the thread."""
-        with self.paused():
+        with self.lock:
             self.clear()
-            self._thread.shutdown()
+            self._process = -1
+            self._end()
+
+
+def _nothing() -> None:
+    """Is drawn by who waits for the draws before."""
+
+
+def _answer(requests: SimpleQueue[Any]) -> None:
+    """Answers each request by a batch and None, or by None and the error, until a request is None."""
+    while (request := requests.get()) is not None:
+        draw, answer = request
+        try:
+            answer.put((draw(), None))
+        except BaseException as error:
+            answer.put((None, error))
+        # While it waits it keeps no storage alive.
+        del draw, answer, request
+
+
+def _end(requests: SimpleQueue[Any], thread: threading.Thread, process: int) -> None:
+    """Ends the thread of a process after the requests that it has."""
+    requests.put(None)
+    if thread is not threading.current_thread() and process == os.getpid():
+        thread.join()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 import os
 import pickle
 import threading
@@ -25,6 +24,7 @@ from torchrl.envs.transforms import Compose, Transform
 from trl_storages import arguments, keys
 from trl_storages._torchrl import Refusing, dispatch_td_nn_modules, refuse_stock
 from trl_storages.arguments import Lanes, Strict, named_lanes, renamed
+from trl_storages.directory.files import ProcessLock
 from trl_storages.index import EmptyError
 from trl_storages.keys import have_next
 from trl_storages.packed import dumps
@@ -80,8 +80,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
         batch_size: B; None requires it with each `sample`.
         recorder: how `record` reads a step; None takes the fields from the first step.
-        prefetch: number of batches to draw ahead in a background thread, which a forked process has not:
-            make the storage in the process that draws.
+        prefetch: number of batches to draw ahead in a background thread. A fork copies the locks of
+            threads as they are: make the storage in the process that samples.
         generator: of the draws, on the CPU; None uses torch's default one.
         priority_key: entry of written steps, and of batches, that holds their priorities.
         pin_memory: whether batches are in pinned memory.
@@ -109,7 +109,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
     _accepts_transport_backend, _is_epoch_over = False, False
-    _write_lock: AbstractContextManager[Any] = nullcontext()
+    _process_lock: ProcessLock | None = None
     _rng: torch.Generator | None = None
     # How many batches this object has sampled, and transitions in them.
     _num_batches, _num_sampled = 0, 0
@@ -254,6 +254,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
     @property
     def _prioritized(self) -> Any:
         return _prioritized(self._sampler)
+
+    @property
+    def _write_lock(self) -> AbstractContextManager[Any]:
+        lock = self._process_lock
+        return nullcontext() if lock is None else lock.hold()
 
     def __len__(self) -> int:
         with self._replay_lock:
@@ -452,38 +457,38 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         empty_write_count = arguments.flag("empty_write_count", empty_write_count)
         keep_steps = arguments.integer("keep_steps", keep_steps)
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             self._storage.empty(keep_steps)
-            self._prefetch_queue.clear()
+            ahead.clear()
             self._writer._empty(empty_write_count)
             self._sampler._empty()
 
     def share(self, shared: bool = True) -> Self:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
 
-        Rows, episodes and counters move to memory that forked processes share. One process draws. All
-        take turns by a lock, which a process that is killed while it writes or draws keeps: the rows are
-        whole, but the others wait for ever. So let workers end between two writes; and fork them while no
-        other thread of this process draws or writes, as a fork keeps the locks that it finds taken.
+        Rows, episodes and counters move to memory that forked processes share. One process samples. A
+        lock of the system's lets one process write or sample at a time. It is released when its holder is
+        killed: what was written before is intact, and the others continue. Fork workers while no other
+        thread of this process samples or writes, because a fork copies the locks of threads as they are.
 
         Returns:
             itself.
 
         Raises:
-            RuntimeError: the rows are on a GPU or in a directory.
+            RuntimeError: the rows are on a GPU or in a directory, or the platform has no file locks.
             ValueError: `prefetch` is set.
         """
         if arguments.flag("shared", shared) and not self.shared:
             if self._prefetch_queue.number:
                 raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
+            lock = ProcessLock()
             with self._replay_lock:
                 if (sampler := self._prioritized) is not None:
                     sampler.load_state_dict(sampler.state())  # the largest may be of no row
                 self._storage.share()
                 self._writer.share()
-                # Methods that hold it call others that take it.
-                self._write_lock = multiprocessing.RLock()
-                self.shared = True
+                self._process_lock, self.shared = lock, True
         return self
 
     # Rows as they were stored
@@ -622,7 +627,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         """
         n = arguments.integer("n", n, at_least=1)
         # Not while others are drawn ahead, so that a seed draws the same.
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             batch = draw_episodes(self._storage, n, self._rng)
             self._count(batch.numel())
             with dispatch_td_nn_modules(True):
@@ -678,8 +684,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def synchronize(self) -> None:
         """Waits for the batches that are being drawn ahead."""
-        with self._prefetch_queue.paused():
-            pass
+        with (ahead := self._prefetch_queue).lock:
+            ahead.finished()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the thread that draws ahead; nothing is drawn afterwards."""
@@ -783,7 +789,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
         Batches that were drawn ahead are not part of it.
         """
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             rest = rest_of(self)  # first, as it gives new rows their priorities
             return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
@@ -794,9 +801,10 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
                 layout, number of lanes, or with other parts. Nothing is changed then.
         """
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             adopt = parsed(self, state_dict)
-            self._prefetch_queue.clear()
+            ahead.clear()
             adopt()
 
     def dumps(self, path: Any) -> None:
@@ -813,7 +821,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             OSError: the disk is full, or the directory holds something else.
         """
         path = arguments.directory("path", path)
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             self._storage.dumps(path, to_json(rest_of(self)))
 
     def loads(self, path: Any) -> None:
@@ -860,11 +869,12 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
 
     def __getstate__(self) -> State:
         """Returns what makes a copy of the storage, with rows of its own."""
-        with self._prefetch_queue.paused(), self._replay_lock, self._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
             state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
             own: tuple[str, ...] = ("_prefetch_queue", "_flow", "_iterator", "_replay_lock", "_rng")
             if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
-                own += ("_write_lock", "shared")
+                own += ("_process_lock", "shared")
                 # As bytes: tensors that are sent to a spawned process must outlive this call.
                 state["rest"] = pickle.dumps(rest_of(self))
         return {name: state[name] for name in state if name not in own}
