@@ -262,9 +262,11 @@ class TestAfterAKill:
         options = {"lanes": LANES, "size": 24, "autoreset_mode": AutoresetMode.NEXT_STEP}
         players = [Player(lane) for lane in range(LANES)]
         storage = make(place="directory", path=tmp_path / "rows", **options)
-        record(storage, [players[0].step(), players[1].step("terminated")])
+        ended = players[1].step("terminated")
+        record(storage, [players[0].step(), ended])
         storage.flush()
-        record(storage, [player.step() for player in copy.deepcopy(players)])
+        # A reset begins with the last observation.
+        record(storage, [copy.deepcopy(players[0]).step(), ended._replace(id=ended.id + 1, end="")])
         assert len(storage) == 3  # the other one was reset
         shutil.copytree(tmp_path / "rows", tmp_path / "later")
         again = make(place="directory", path=tmp_path / "later", **options)

@@ -266,7 +266,7 @@ def test_a_state_with_another_value_is_refused_or_whole(place, seed):
 
 
 @pytest.mark.requirement("persistence")
-@pytest.mark.filterwarnings("ignore:.*rows fit")
+@pytest.mark.filterwarnings("ignore:.*transitions fit")
 @pytest.mark.parametrize("layout", ["goals", "frames"])
 def test_the_newest_rows_are_loaded_where_not_all_fit(layout, place):
     """Of episodes of one step a storage with fewer entries takes what it has room for."""

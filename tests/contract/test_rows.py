@@ -44,9 +44,9 @@ def test_too_few_entries_are_said_once(place):
         storage.extend(rows(player.play([50] * 18)))
     storage.sample(1)
     steps = player.play([1] * 2000)
-    with pytest.warns(UserWarning, match="max_entries"):
-        storage.extend(rows(steps[:1100]))
-    storage.extend(rows(steps[1100:]))
+    storage.extend(rows(steps[:1100]))
+    with pytest.warns(UserWarning, match="max_entries"):  # before anything else is stored
+        storage.extend(rows(steps[1100:]))
     storage.validate()
     assert 400 < len(storage) < 1000
     assert {*ids_of(storage.sample(4000)).tolist()} == {*ids_of(storage[:]).tolist()}

@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            streams.enter(tables, which, offsets, how, at, done, cut, False, slots, numbers)
+            streams.enter(tables, which, offsets, how, at, done, cut, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)

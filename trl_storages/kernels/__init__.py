@@ -21,6 +21,7 @@ __all__ = [
     "CURSOR",
     "CUT",
     "DONE",
+    "ENDS",
     "FIRST",
     "GAP",
     "GOES_ON",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 #: Places in an index.
-WHERE, _, _, _, LANES, STEPS, _, STACK, PRIORITIES = range(9)
+WHERE, _, ENDS, _, LANES, STEPS, _, STACK, PRIORITIES = range(9)
 #: Of `lanes`, and of `spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)

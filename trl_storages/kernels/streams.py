@@ -35,6 +35,7 @@ from trl_storages.kernels import (
     AGAIN,
     CURSOR,
     DONE,
+    ENDS,
     FIRST,
     GAP,
     GOES_ON,
@@ -55,6 +56,7 @@ __all__ = [
     "copy_in",
     "count_gaps",
     "enter",
+    "find_gaps",
     "find_tips",
     "gather",
     "is_stale",
@@ -146,6 +148,26 @@ def count_gaps(sizes: Any, next_word: int, block: Any, done: Any) -> int:
 
 
 @loop
+def find_gaps(
+    index: Any, which: Any, offsets: Any, how: Any, done: Any, cut: Any, cuts: bool
+) -> int:
+    """Returns how many gaps a block has; if it `cuts` them, `cut` `[N]` says so from then on.
+
+    A gap is a row that does not continue the one before it, whose episode nobody ended.
+    """
+    ends, lanes, T, gaps = index[ENDS], index[LANES], index[STEPS], 0
+    for m in range(len(which)):
+        e, cursor = which[m], lanes[which[m], CURSOR]
+        goes_on = cursor > 0 and ends[e * T + (cursor - 1) % T] == GOES_ON
+        for i in range(offsets[m], offsets[m + 1]):
+            if goes_on and not cut[i] and how[i] == GAP:
+                cut[i] = cuts
+                gaps += 1
+            goes_on = not done[i]
+    return gaps
+
+
+@loop
 def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
     """Finds an entry `at` `[N]` for each row; steps whose entries or slots it takes are no longer live.
 
@@ -196,17 +218,14 @@ def enter(
     at: Any,
     done: Any,
     cut: Any,
-    cuts_gaps: bool,
     slots: Any,
     numbers: Any,
-) -> int:
-    """Enters rows beyond the cursors into the index, in `slots` `[N]`; returns how many gaps it cut.
+) -> None:
+    """Enters rows beyond the cursors into the index, in `slots` `[N]`.
 
-    A gap is a row that does not continue the one before it, whose episode nobody ended. `numbers` `[N]`
-    gets the first words of their marks, see `checks`.
+    `numbers` `[N]` gets the first words of their marks, see `checks`.
     """
     where, episode, ends, spans, lanes, T, _, _, priorities = index
-    gaps = 0
     for m in range(len(which)):
         e = which[m]
         step = lanes[e, CURSOR]
@@ -216,9 +235,7 @@ def enter(
             goes_on, running = ends[before] == GOES_ON, episode[before]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            is_gap = cuts_gaps and goes_on and not cut[i] and how[i] == GAP
-            gaps += is_gap
-            begins = is_gap or cut[i] or not goes_on
+            begins = cut[i] or not goes_on
             if begins:
                 if step > 0:  # a write that was cut off may have gone on with it
                     spans[e, running, LAST] = step - 1
@@ -233,7 +250,6 @@ def enter(
             goes_on = not done[i]
             step += 1
             slot = after(slot, T)
-    return gaps
 
 
 @loop
@@ -274,16 +290,25 @@ def put(
     done: Any,
     cut: Any,
     cuts_gaps: bool,
+    stops_at_gaps: bool,
     slots: Any,
     marked: Any,
 ) -> int:
-    """Writes a block whole; returns how many gaps were cut. In memory the marks are none."""
+    """Writes a block whole, unless it stops at gaps and has some; returns how many it has cut.
+
+    In memory the marks are none.
+    """
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
     tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
     find_tips(index, which, tips)
     compare(entries, sizes, index[STACK], tips, offsets, block, how)
+    gaps = 0
+    if cuts_gaps or stops_at_gaps:
+        gaps = find_gaps(index, which, offsets, how, done, cut, not stops_at_gaps)
+    if gaps and stops_at_gaps:
+        return gaps
     make_room(index, which, offsets, how, at)
-    gaps = enter(index, which, offsets, how, at, done, cut, cuts_gaps, slots, numbers)
+    enter(index, which, offsets, how, at, done, cut, slots, numbers)
     copy_in(entries, sizes, index[STACK], block, how, at)
     if len(marked[0]):
         mark(entries, sizes[1], index[STACK], marked, how, at, numbers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trl_storages.arguments import warn_caller
 from trl_storages.index import EpisodeIndex
 from trl_storages.packed import dumps
 from trl_storages.streams.arena import GIVES_BACK, Arena
@@ -17,10 +20,23 @@ from trl_storages.streams.device_rows import DeviceRows
 from trl_storages.streams.host_rows import HostRows, room_for
 from trl_storages.streams.layout import Layout
 
-__all__ = ["HOSTS", "Memory"]
+__all__ = ["HOSTS", "Memory", "warn_if_too_large"]
 
 #: Devices whose memory compiled loops read and write.
 HOSTS = ("cpu",)
+
+
+def warn_if_too_large(num_rows: int, row_bytes: int) -> None:
+    """Warns if so many rows need more memory than the machine has, where the system says."""
+    if sys.platform == "win32":
+        return
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_rows * row_bytes > room:
+        warn_caller(
+            f"{num_rows:,} transitions of {row_bytes:,} bytes need {num_rows * row_bytes / 1e9:,.1f} GB, "
+            f"but this machine has {room / 1e9:,.1f} GB of memory: pass a smaller storage_size, or keep "
+            "them on disk with path=."
+        )
 
 
 class Memory:

@@ -25,6 +25,7 @@ from trl_storages.packed.memory import Memory
 from trl_storages.packed.view import StorageView
 from trl_storages.states import Adopt, State
 from trl_storages.streams import HostRows
+from trl_storages.streams.fields import WORD
 from trl_storages.streams.layout import Block, Layout, Nested
 
 __all__ = ["PackedStorage"]
@@ -89,8 +90,14 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         mode: str = "r+",
         fresh: bool = False,
     ) -> None:
+        device = arguments.device("device", device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device must be 'cpu' or 'cuda', got {str(device)!r}: keep the transitions on the CPU, "
+                "and move batches with batch.to(device)."
+            )
         # With the number of a GPU, as tensors say it.
-        self.device = torch.empty(0, device=arguments.device("device", device)).device
+        self.device = torch.empty(0, device=device).device
         #: Whether compiled loops read and write the rows.
         self.is_on_host = self.device.type in memory.HOSTS
         #: None where there is none.
@@ -117,8 +124,10 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             keys.check_storable(key)
         # How many transitions the directory held when it was opened.
         self._num_opened = 0
-        # Whether it was said that there are not entries enough for any rows.
-        self._is_warned = False
+        # Whether there were not entries enough for any rows, and whether it was said.
+        self._is_short = self._is_warned = False
+        # Whether the memory that rows need was compared with that of the machine.
+        self._is_sized = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
         self._take(Memory(None, self._given_size, num_envs, max_entries, self.device))
         if found is not None:
@@ -216,6 +225,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def lay_out(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
         sizes = layout, self.max_size, self.episodes.num_envs, self._max_entries
+        if self.path is None and self.is_on_host and not self._is_sized:
+            self._is_sized = True
+            memory.warn_if_too_large(self.max_size, layout.entry_words * WORD)
         if self.path is None:
             self._take(Memory(*sizes, self.device))
         else:
@@ -239,31 +251,42 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Whether the layout is fixed; TorchRL's collectors ask."""
         return self.rows is not None
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
+    def append(
+        self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
+    ) -> tuple[np.ndarray, int]:
         """Writes a block, in parts where it is long; see `HostRows.append`.
 
         Returns:
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
         self.place.check_writer()
+        self.warn_of_size()
         index, gaps = self.episodes, 0
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         parts = block.parts(index.most_steps)
+        if stops_at_gaps and len(parts) > 1 and (gaps := self.rows.count_gaps(block)):
+            return np.empty(0, np.int64), gaps
         for part in parts:
-            slots, more = self.rows.append(part, cuts_gaps=cuts_gaps)
+            slots, more = self.rows.append(
+                part, cuts_gaps=cuts_gaps, stops_at_gaps=stops_at_gaps and len(parts) == 1
+            )
             gaps += more
         if len(parts) > 1:
             slots = self._slots_of(block)
         if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
-            if (index.tails > due).any():
-                self._is_warned = True
-                warn_caller(
-                    f"{len(index):,} of {self.max_size:,} rows fit, as short episodes take more entries: "
-                    f"there is room for {index.entries_per_lane * index.num_envs:,}, and for more by "
-                    "max_entries=."
-                )
+            self._is_short = bool((index.tails > due).any())
         return slots, gaps
+
+    def warn_of_size(self) -> None:
+        """Warns once if rows were evicted early, before the next rows are written or sampled."""
+        if self._is_short and not self._is_warned:
+            self._is_warned, index = True, self.episodes
+            warn_caller(
+                f"{len(index):,} of {self.max_size:,} transitions fit, because short episodes take more "
+                f"entries: there is room for {index.entries_per_lane * index.num_envs:,} entries. Pass a "
+                "larger max_entries=."
+            )
 
     def _slots_of(self, block: Block) -> np.ndarray:
         """Returns the slots of a block that was written just now."""

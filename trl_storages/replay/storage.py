@@ -374,8 +374,11 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
             rows, slots = self._recorder.read(step, self._storage), None
             if rows is not None:
                 changes = self._current_flow().others
-                slots = self._put(*rows) if changes else self._writer.append(*rows)
-            self._recorder.remember()
+                block, layout, same = rows
+                if changes:
+                    slots = self._put(block, layout)
+                else:
+                    slots = self._writer.append(block, layout, None, same)
         return slots
 
     def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
@@ -410,7 +413,8 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         if arguments.instance("other", other, ReplayStorage) is self:
             raise ValueError("other must be another replay buffer, got this one.")
         own, its = self._prioritized, other._prioritized
-        with self._prefetch_queue.paused(), other._replay_lock, other._write_lock:
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), other._replay_lock, other._write_lock:
             if its is not None:
                 its.priorities_of(other._storage.view())  # new transitions get their priorities
             with self._replay_lock, self._write_lock:
@@ -582,6 +586,7 @@ class ReplayStorage(Refusing, Strict, TensorDictReplayBuffer):  # type: ignore[m
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
+        self._storage.warn_of_size()
         batch, info = self._current_flow().sample_complete(batch_size)
         self._count(info[keys.INDEX].numel())
         return batch, info

@@ -74,31 +74,49 @@ class DeviceRows:
         self._ends = np.zeros((index.num_envs, layout.seen_words), np.int64)
         self._places = torch.from_numpy(layout.places()).to(device)
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
-        """Writes and publishes a block of at most `most_steps` rows a lane.
-
-        Returns:
-            `[N]` int64 slots, and how many gaps were cut.
-        """
-        which, offsets, words, done, cut = block
+    def append(
+        self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
+    ) -> tuple[np.ndarray, int]:
+        """Writes and publishes a block of at most `most_steps` rows a lane; see `HostRows.append`."""
+        which, offsets, words, *_ = block
         tables, num_rows = self._index.tables, len(words)
-        if isinstance(words, np.ndarray):
-            how, lasts = self._compared(block)
-            words = sent(words, self.device)
-        else:
-            how, done, cut, lasts = self._compared_here(block)
+        how, done, cut, lasts = self._compared_anywhere(block)
+        words = sent(words, self.device)
         at, slots, numbers = np.empty((3, num_rows), np.int64)
+        gaps, cuts = 0, not stops_at_gaps
+        if cuts_gaps or stops_at_gaps:
+            gaps = streams.find_gaps(tables, which, offsets, how, done, cut, cuts)
+        if gaps and stops_at_gaps:
+            return slots, gaps
         streams.make_room(tables, which, offsets, how, at)
-        gaps = streams.enter(tables, which, offsets, how, at, done, cut, cuts_gaps, slots, numbers)
+        streams.enter(tables, which, offsets, how, at, done, cut, slots, numbers)
         self._copy_in(words, sent(at, self.device))
         streams.publish(tables, which, offsets)
         self._keep(which[offsets[1:] > offsets[:-1]], lasts)
         return slots, gaps
 
+    def count_gaps(self, block: Block) -> int:
+        """Returns how many gaps a block of any length has."""
+        how, done, cut, _ = self._compared_anywhere(block)
+        flags = done, cut, False
+        return int(streams.find_gaps(self._index.tables, *block[:2], how, *flags))
+
+    def _compared_anywhere(self, block: Block) -> tuple[Any, ...]:
+        """Compares a block where it is; see `_compared_here`."""
+        if not isinstance(block.words, np.ndarray):
+            return self._compared_here(block)
+        how, lasts = self._compared(block)
+        return how, block.done, block.cut, lasts
+
     def _tips(self, which: np.ndarray) -> np.ndarray:
-        """Returns where in `_ends` is what streams end with; -1 if that is not known."""
+        """Returns where in `_ends` is what streams end with; -1 where nothing was written."""
         cursors = self._index.cursors[which]
-        return np.where((cursors > 0) & (self._ended_at[which] == cursors), which, -1)
+        # Such as after a load, or where an interrupt came between the cursor and what was kept for it.
+        if len(lanes := which[(cursors > 0) & (self._ended_at[which] != cursors)]):
+            newest = self._index.where[self._index.newest_slots()[lanes]]
+            words = self._words_of(sent(newest, self.device))[:, self._layout.next_word :]
+            self._keep(lanes, self._entries.view(-1)[words].cpu().numpy())
+        return np.where(cursors > 0, which, -1)
 
     def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
         """Compares a block on the host with what its streams end with.
@@ -124,6 +142,7 @@ class DeviceRows:
         layout, words, size = self._layout, block.words, len(block.words)
         S, has_rows = layout.seen_words, block.offsets[1:] > block.offsets[:-1]
         which, first = block.which[has_rows], block.offsets[:-1][has_rows]
+        tips = self._tips(which)
         before = words[:, layout.next_word :].roll(1, 0)
         before[sent(first, self.device)] = sent(self._ends[which], self.device)
         differs = before != words[:, :S]
@@ -136,7 +155,7 @@ class DeviceRows:
         both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
         kinds = both[:size]
         found = (kinds & 3).astype(np.uint8)
-        found[first[self._tips(which) < 0]] = GAP
+        found[first[tips < 0]] = GAP
         done, cut = (kinds & [[4], [8]]).astype(bool)
         return found, done, cut, both[size:].reshape(len(first), S)
 
@@ -158,14 +177,10 @@ class DeviceRows:
 
     def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
         """Copies the entries of a lane from its beginning on; the index knows its steps already."""
-        at = lane * self._index.entries_per_lane
+        at, self._ended_at[lane] = lane * self._index.entries_per_lane, 0
         for part in parts:
             self._entries[at : at + len(part)] = part.to(self.device)
             at += len(part)
-        if parts:
-            last = self._words_of(torch.tensor([at - 2], device=self.device))
-            ends = self._entries.view(-1)[last[:, self._layout.next_word :]]
-            self._keep(np.array([lane]), ends.cpu().numpy())
 
     def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns the numbers of the entries that rows are in, `[*B]` int64 on the device."""

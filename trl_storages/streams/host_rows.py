@@ -68,8 +68,15 @@ class HostRows:
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
-    def append(self, block: Block, *, cuts_gaps: bool) -> tuple[np.ndarray, int]:
+    def append(
+        self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
+    ) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
+
+        Args:
+            block: the rows.
+            cuts_gaps: whether a row that does not continue the one before it begins an episode.
+            stops_at_gaps: whether nothing is written where there are such rows.
 
         Returns:
             `[N]` int64 slots, and how many gaps were cut.
@@ -83,12 +90,23 @@ class HostRows:
         slots = np.empty(num_rows, np.int64)
         gaps = streams.put(
             *(self._index.tables, self.entries, self._layout.sizes, *block),
-            *(cuts_gaps, slots, self.marked),
+            *(cuts_gaps, stops_at_gaps, slots, self.marked),
         )
+        if gaps and stops_at_gaps:
+            return slots, gaps
         self._written += num_rows
         if self._written >= self._often:
             self._give_back()
         return slots, gaps
+
+    def count_gaps(self, block: Block) -> int:
+        """Returns how many gaps a block of any length has."""
+        how, tips = np.empty(len(block.words), np.uint8), np.empty(len(block.which), np.int64)
+        index, sizes = self._index, self._layout.sizes
+        streams.find_tips(index.tables, block.which, tips)
+        streams.compare(self.entries, sizes, index.stack, tips, block.offsets, block.words, how)
+        flags = block.done, block.cut, False
+        return int(streams.find_gaps(index.tables, *block[:2], how, *flags))
 
     def _reserve(self, num_rows: int) -> None:
         """Reserves room on the disk for a write of so many rows, and for some more."""
@@ -111,7 +129,8 @@ class HostRows:
 
     def _give_back(self) -> None:
         """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
-        index, self._written = self._index, 0
+        # Before it does, so that an interrupt leaves no reserved room that is not there.
+        index, self._written, self._reserved = self._index, 0, 0
         lanes = np.flatnonzero(index.cursors > 0)
         oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
         tails = index.where[index.slots_of(lanes, oldest)] - (index.stack - 1)
@@ -120,7 +139,6 @@ class HostRows:
             begin, end = lane * M, (lane + 1) * M
             for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
                 self._for_entries(self._arena.give_back, first, last)
-        self._reserved = 0  # with what lies behind the streams
 
     def _for_entries(self, act: Callable[[str, int, int], None], first: int, end: int) -> None:
         """Reserves, or gives back, what entries `first` to `end` take."""

@@ -56,16 +56,19 @@ class Recorder:
         self.info_keys = arguments.keys("info_keys", info_keys)
         self._paths = {key: _path(key, self.info_keys) for key in self.info_keys}
         self._choices = choices or {}
-        # Which environments are only reset by their next step.
-        self._ended, self._none = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        self._none = np.zeros(num_envs, bool)
+        # Which environments have ended, and whether their reset was read; what they ended with, `[E, S]`,
+        # None after a load.
+        self._ended, self._was_reset = np.zeros((2, num_envs), bool)
+        self._last: np.ndarray | None = None
         self._staging: StepRows | None = None
 
-    def read(self, step: Step, storage: PackedStorage) -> tuple[Block, Layout] | None:
+    def read(self, step: Step, storage: PackedStorage) -> tuple[Block, Layout, Any] | None:
         """Reads and checks the seven values of a step.
 
         Returns:
-            the rows, valid until the next step is read, and their layout; None if all environments were
-            only reset.
+            the rows, valid until the next step is read, their layout, and the keys of observations that
+            share the memory of their next ones; None if all environments were only reset.
 
         Raises:
             KeyError, TypeError, ValueError: something does not fit.
@@ -79,25 +82,56 @@ class Recorder:
                 "autoreset_mode must be named for a vector environment, got None: make the storage with "
                 "env.metadata['autoreset_mode'], or with 'Disabled' if the loop resets the environments."
             )
-        lanes = None
-        if self.autoreset_mode is _NEXT_STEP and self._ended.any():
-            lanes = np.flatnonzero(~self._ended)
-            if not len(lanes):
-                return None
         made = self._staging
         if made is None or made.is_vector != is_vector or made.layout is not storage.layout:
             made = self._staging = self._stage(step, infos, storage, is_vector)
         made.put(step)
-        was_reset = self._none
+        lanes, was_reset = None, self._none
+        if self.autoreset_mode is _NEXT_STEP:
+            resets = self._resets(made)
+            if resets[0].any():
+                lanes = np.flatnonzero(~resets[0])
         if self.autoreset_mode is _SAME_STEP and made.done.any():
             was_reset = made.done
             for lane in was_reset.nonzero()[0].tolist():
                 made.put_final(lane, _final_obs(infos, lane))
-        for key in self.info_keys:
-            made.put_info(key, _info(infos, self._paths[key], lanes, was_reset))
-        if lanes is None:
-            return made.block(all_lanes(self.num_envs, 1)), made.layout
-        return made.block(Places(lanes, np.arange(len(lanes) + 1), lanes)), made.layout
+        if lanes is None or len(lanes):
+            for key in self.info_keys:
+                made.put_info(key, _info(infos, self._paths[key], lanes, was_reset))
+        if self.autoreset_mode is _NEXT_STEP:
+            self._remember(made, *resets)
+        places = all_lanes(self.num_envs, 1)
+        if lanes is not None:
+            if not len(lanes):
+                return None
+            places = Places(lanes, np.arange(len(lanes) + 1), lanes)
+        return made.block(places), made.layout, made.same
+
+    def _resets(self, made: StepRows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `[E]` which environments a step only resets, and which of them look alike afterwards.
+
+        A reset begins with the observation that the environment ended with. So it does not matter whether
+        an interrupt came before or after the end was written, or whether a step is recorded again.
+        """
+        ended, last, (_, _, begin, end, _) = self._ended, self._last, made.layout.sizes
+        if last is None or not ended.any():
+            return ended, ended
+        # As where rows continue others, recurrent states and the like do not decide.
+        last, next_word = last[:, begin:end], made.layout.next_word
+        is_reset = ended & (made.words[:, begin:end] == last).all(1)
+        after = made.words[:, next_word + begin : next_word + end]
+        return is_reset, is_reset & (after == last).all(1)
+
+    def _remember(self, made: StepRows, is_reset: np.ndarray, repeats: np.ndarray) -> None:
+        """Remembers which environments have ended, before their last rows are written."""
+        last, S = self._last, made.layout.seen_words
+        if last is None:
+            last = np.zeros((self.num_envs, S), np.int64)
+        # The next step of the same observation is a real one.
+        self._ended, self._was_reset = is_reset & ~repeats, is_reset
+        is_over = made.done & ~is_reset
+        np.copyto(last, made.words[:, -S:], where=is_over[:, None])
+        self._last, self._ended = last, self._ended | is_over
 
     def _stage(self, step: Step, infos: Any, storage: PackedStorage, is_vector: bool) -> StepRows:
         """Makes what takes steps such as this one."""
@@ -110,13 +144,6 @@ class Recorder:
             layout = storage.layout_for(fields)
         return StepRows(layout, self.num_envs, is_vector, self.info_keys, self._choices)
 
-    def remember(self) -> None:
-        """Remembers, once a step is written, which environments it ended."""
-        if self.autoreset_mode is _NEXT_STEP:
-            # Without a step so far, as after a load, all were only reset.
-            done = self._none if self._staging is None else self._staging.done
-            self._ended = done & ~self._ended
-
     def reset(self, lanes: Sequence[int]) -> None:
         """Forgets which environments ended, after a manual `reset` of some."""
         self._ended[lanes] = False
@@ -127,7 +154,7 @@ class Recorder:
 
     def state(self) -> State:
         """Returns which environments are only reset by their next step."""
-        return {"ended": torch.from_numpy(self._ended.copy())}
+        return {"ended": torch.from_numpy(self._ended & ~self._was_reset)}
 
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
@@ -139,7 +166,7 @@ class Recorder:
         ended = array("ended", ended, torch.bool, self.num_envs)
 
         def adopt() -> None:
-            self._ended = ended.copy()
+            self._ended, self._was_reset, self._last = ended.copy(), self._none.copy(), None
 
         return adopt
 

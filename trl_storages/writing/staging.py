@@ -18,7 +18,20 @@ from trl_storages.streams.layout import Block, Layout
 from trl_storages.writing.fields import NUMPY_TO_TORCH, OUTCOME_FIELDS, TORCH_TO_NUMPY, as_field
 from trl_storages.writing.lanes import Places
 
-__all__ = ["Rows", "Staging", "StepRows", "entries_in"]
+__all__ = ["Rows", "Staging", "StepRows", "entries_in", "is_same"]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether two values are arrays or tensors that begin at the same place in memory."""
+    if one is other:
+        return isinstance(one, np.ndarray | torch.Tensor)
+    if type(one) is np.ndarray and type(other) is np.ndarray:
+        if not np.may_share_memory(one, other):
+            return False
+        return bool(one.__array_interface__["data"] == other.__array_interface__["data"])
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.data_ptr() == other.data_ptr() != 0
+    return False
 
 
 class Staging:
@@ -111,6 +124,8 @@ class Rows(Staging):
         super().__init__(layout, batch, device)
         #: How many entries they had.
         self.num_found = len(found)
+        #: Keys of observations and of their next ones.
+        self.pairs = [(key, keys.next_key(key)) for key in keys.shared_keys(self.views)]
         flag = found.get(done_key)
         if flag is None:
             raise KeyError(f"the data lacks {done_key!r}, which ends episodes; it has {[*found]}.")
@@ -225,7 +240,7 @@ class StepRows(Staging):
             key for key in self.views if keys.key_path(key)[0] != "next" and key not in info_keys
         ]
         self._observations = _tree(key for key in here if keys.next_key(key) in self.views)
-        seen = [key for _, key in keys.leaves(self._observations, "")]
+        self._seen = seen = [key for _, key in keys.leaves(self._observations, "")]
         actions = _tree(key for key in here if key not in seen)
         acted = [key for _, key in keys.leaves(actions, "")]
         # "action" is the argument itself; a TorchRL spec may name its actions otherwise.
@@ -264,12 +279,16 @@ class StepRows(Staging):
         Raises:
             KeyError, TypeError, ValueError: a value does not fit, or an action is not in its space.
         """
-        values = [
-            *(step[3], step[4], step[2]),
-            *_values(self._observations, _named(step[0]), "observations"),
-            *_values(self._actions, step[1], "actions"),
-            *_values(self._observations, _named(step[6]), "next_observations"),
+        seen = _values(self._observations, _named(step[0]), "observations")
+        after = _values(self._observations, _named(step[6]), "next_observations")
+        #: Keys of observations that share the memory of their next ones.
+        self.same = [
+            key
+            for key, one, other in zip(self._seen, seen, after, strict=True)
+            if is_same(one, other)
         ]
+        actions = _values(self._actions, step[1], "actions")
+        values = [step[3], step[4], step[2], *seen, *actions, *after]
         for place, value in zip(self._places, values, strict=True):
             kind = type(value)
             if (

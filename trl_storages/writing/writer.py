@@ -24,7 +24,7 @@ from trl_storages.states import Adopt, State, array, entries_of
 from trl_storages.streams.arena import Arena
 from trl_storages.streams.layout import Block, Layout, nested_sizes
 from trl_storages.writing.lanes import Places, all_lanes, in_order, num_steps_of, route
-from trl_storages.writing.staging import Rows, entries_in
+from trl_storages.writing.staging import Rows, entries_in, is_same
 from trl_storages.writing.transfer import Transfer, matched
 
 __all__ = ["EpisodeWriter"]
@@ -38,6 +38,7 @@ _BY_PRODUCTS = frozenset(
 _MOST_KEPT = 1 << 24  # bytes
 # Of shorter writes it is not checked whether they are of one environment.
 _LEAST_CHECKED = 32
+_NEVER = np.iinfo(np.int64).max
 
 
 class EpisodeWriter(Writer):  # type: ignore[misc]
@@ -78,17 +79,43 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         # Of the last write, to be filled again.
         self._rows: Rows | None = None
         self._shared: Arena | None = None
-        self._take(np.zeros((4, E), np.int64))
+        self._take(np.zeros((8, E), np.int64))
         # The count when rows were loaded or opened, else -1: who goes on in a lane that was not written
         # since may be another.
         self._resumed_at = -1
         self._warned_of_gaps = self._warned_of_lost = self._warned_of_flat = False
 
     def _take(self, notes: np.ndarray) -> None:
-        # How many rows were written, in the first place; of each lane the number of its last trajectory,
-        # the count at its last write, and by which process it was written, if several write.
+        # How many rows were written, in the first place, and the count at the last write of each lane.
         self._notes = notes
-        self._count, self._trajectory, self._written_at, self._process = notes
+        self._count, self._written_at = notes[:2]
+        # Two notes of each lane, `[2, 3, E]`: from which cursor on it holds, the number of the last
+        # trajectory, and the process that wrote it, if several write.
+        self._lanes = notes[2:].reshape(2, 3, -1)
+
+    def _held(self, lanes: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns which of their notes holds for lanes, their trajectories, and their processes `[L]`.
+
+        The later note holds, unless the rows that it was made for were never published.
+        """
+        since, cursors = self._lanes[:, 0, lanes], self._storage.episodes.cursors[lanes]
+        which = since.argmax(0) ^ (since.max(0) > cursors)
+        return which, *self._lanes[which, 1:, lanes].T
+
+    def _note(self, block: Block, trajectories: np.ndarray | None) -> None:
+        """Makes the notes that hold once a block is published, beside those that hold until then.
+
+        In shared memory, lanes that another process has written are cut: it has other environments.
+        """
+        lanes, offsets, own = block.which, block.offsets, os.getpid()
+        held, trajectory, process = self._held(lanes)
+        if self._shared is not None:
+            block.cut[offsets[:-1][process != own]] = True
+        notes, other = self._lanes, 1 - held
+        notes[other, 0, lanes] = _NEVER  # while it is made
+        notes[other, 1, lanes] = trajectory if trajectories is None else trajectories
+        notes[other, 2, lanes] = own
+        notes[other, 0, lanes] = self._storage.episodes.cursors[lanes] + np.diff(offsets)
 
     @property
     def write_count(self) -> int:
@@ -99,7 +126,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def share(self) -> None:
         """Counts in memory that other processes share, and cuts lanes where the process changes."""
-        self._process[:] = os.getpid()
+        self._lanes[:, 2] = os.getpid()
         self._shared = Arena.shared({"notes": (np.int64, self._notes.shape)})
         self._shared.take({"notes": self._notes})
         self._take(self._shared.arrays["notes"])
@@ -170,9 +197,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         block = rows.block(places, cut)
         if numbers is None and len(batch) == len(places.which) == 1 and self.on_gap == "cut":
             self._check_continues(block, rows.layout)
-        slots = self.append(block, rows.layout)
-        if numbers is not None:
-            self._trajectory[places.which] = numbers[places.offsets[1:] - 1]
+        last = None if numbers is None else numbers[places.offsets[1:] - 1]
+        same = [key for key, after in rows.pairs if is_same(found[key], found[after])]
+        slots = self.append(block, rows.layout, last, same)
         if places.order is not None:
             slots = slots[torch.from_numpy(places.order.argsort())]
         return slots if len(batch) == 1 else slots.view(batch)
@@ -187,7 +214,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             return all_lanes(E, num_steps_of(batch, E))
         return route(
             *(numbers, torch.as_tensor(rows.done, device="cpu").numpy()),
-            held=self._trajectory,
+            held=self._held(np.arange(E))[1],
             is_open=self._storage.episodes.is_open,
             last_written=self._written_at,
         )
@@ -256,7 +283,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         cut = np.append(False, numbers[1:] != numbers[:-1])
         # The first row of a lane goes on with the lane's last trajectory, or with none.
         first = places.offsets[:-1]
-        cut[first] = numbers[first] != self._trajectory[places.which]
+        cut[first] = numbers[first] != self._held(places.which)[1]
         return cut
 
     def _check_continues(self, block: Block, layout: Layout) -> None:
@@ -276,41 +303,75 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     # Steps as blocks
 
     def append(
-        self, block: Block, layout: Layout, *, cuts_gaps: bool | None = None
+        self,
+        block: Block,
+        layout: Layout,
+        trajectories: np.ndarray | None = None,
+        same: Sequence[NestedKey] = (),
+        *,
+        cuts_gaps: bool | None = None,
     ) -> torch.Tensor:
         """Writes rows that are checked but for their stacks of frames.
 
         Args:
             block: the rows.
             layout: of the rows.
+            trajectories: `[L]` the last trajectory of each lane; None is that of before.
+            same: keys of observations that share the memory of their next ones.
             cuts_gaps: whether to split episodes at gaps; None as `on_gap` says.
 
         Returns:
             `[N]` int64 slots in the order of the block.
 
         Raises:
-            ValueError: a stack does not go on with the next frame. Nothing is written then.
+            ValueError: a stack does not continue with the next frame, or the array was changed since the
+                last step. Nothing is written then.
         """
         storage = self._storage
         layout.check_stacks(block.words)
         if storage.layout is None:
             storage.lay_out(layout)
-        if self._shared is not None:
-            self._cut_from_others(block)
+        if self._shared is not None or trajectories is not None:
+            self._note(block, trajectories)
         cuts_gaps = self.on_gap == "cut" if cuts_gaps is None else cuts_gaps
-        slots, gaps = storage.append(block, cuts_gaps=cuts_gaps)
-        if gaps:
+        warns = cuts_gaps and not self._warned_of_gaps
+        stops = warns or bool(same)
+        slots, gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
+        if stops and gaps:
+            self._check_unchanged(block, layout, same)
             gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
+            if warns and gaps > 0:
+                self._warn_of_gaps()
+            slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
         self._count[0] = count = int(self._count[0]) + len(block.done)
         self._written_at[block.which] = count
-        if gaps > 0 and not self._warned_of_gaps:
-            self._warned_of_gaps = True
-            warn_caller(
-                "a row does not begin with the observation that the row before it in its lane led to: "
-                "its episode is cut there. Call end_episodes() where environments are reset early, or "
-                'pass on_gap="ignore" if observations are changed between steps.'
-            )
         return torch.from_numpy(slots)
+
+    def _warn_of_gaps(self) -> None:
+        self._warned_of_gaps = True
+        warn_caller(
+            "a row does not begin with the observation that the row before it in its lane led to: "
+            "its episode is cut there. Call end_episodes() where environments are reset early, or "
+            'pass on_gap="ignore" if observations are changed between steps.'
+        )
+
+    def _check_unchanged(self, block: Block, layout: Layout, same: Sequence[NestedKey]) -> None:
+        """Raises a ValueError if an observation in `same` is not what the episode in its lane led to."""
+        storage, first = self._storage, block.offsets[:-1]
+        index, cut = storage.episodes, torch.as_tensor(block.cut).cpu().numpy()
+        runs = index.is_open[block.which] & ~cut[first]
+        if not same or not runs.any():
+            return
+        newest = torch.from_numpy(index.newest_slots()[block.which[runs]])
+        views = layout.views(torch.as_tensor(block.words)[first[runs]])
+        for key in same:
+            led_to = storage.rows.take(default_keys.next_key(key), storage.rows.entries_of(newest))
+            now = views[key].to(led_to.device)
+            if not torch.equal(led_to.view(len(now), -1), now.reshape(len(now), -1)):
+                raise ValueError(
+                    f"{key!r} and its next value are the same array, which has changed since the last "
+                    f"step: pass a copy of each, such as {default_keys.key_path(key)[-1]}.copy()."
+                )
 
     def extend_from(self, other: EpisodeWriter) -> None:
         """Writes the transitions of another writer's storage; see `ReplayStorage.extend_from`.
@@ -340,7 +401,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             index.num_updates[0] += 1
         target.end_episodes(transfer.ended_lanes())
         if transfer.keeps_lanes:
-            self._trajectory[:] = other._trajectory
+            self._lanes[:, 0] = 0
+            self._lanes[:, 1] = other._held(np.arange(self.num_envs))[1]
         self._resumed_at = self.write_count
 
     def _layout_from(self, source: Layout) -> tuple[Layout, dict[NestedKey, NestedKey]]:
@@ -359,12 +421,6 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             warn_caller(f"the replay buffer has no fields for {lost}, which are left out.")
         return layout, sources
 
-    def _cut_from_others(self, block: Block) -> None:
-        """Cuts lanes that another process has written: its environments are others."""
-        own = os.getpid()
-        block.cut[block.offsets[:-1][self._process[block.which] != own]] = True
-        self._process[block.which] = own
-
     # As TorchRL's buffers ask
 
     def _empty(self, empty_write_count: bool = True) -> None:
@@ -374,7 +430,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def state(self) -> State:
         """Returns the write count, and of each lane its trajectory and when it was written."""
-        lanes = torch.from_numpy(self._notes[1:3].copy())
+        lanes = torch.from_numpy(
+            np.stack([self._held(np.arange(self.num_envs))[1], self._written_at])
+        )
         return {"write_count": self.write_count, "lanes": lanes}
 
     def parsed(self, state: Any) -> Adopt:
@@ -388,8 +446,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:
-            self._count[0], self._notes[1:3] = count, lanes
-            self._resumed_at = count
+            self._count[0], self._lanes[:, 1], self._written_at[:] = count, *lanes
+            self._lanes[:, 0], self._resumed_at = 0, count
 
         return adopt
 
