@@ -6,6 +6,7 @@ training run.
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `copy_all`: copies tensors to others in one call.
+- `InferenceMode`: what `torch.inference_mode` enters and leaves.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
 - `RayClient`: what other processes call a storage in a Ray actor by.
 
@@ -34,10 +35,12 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn.utils import _set_dispatch_td_nn_modules as dispatch_td_nn_modules
 from torch import _foreach_copy_ as copy_all
+from torch._C import _InferenceMode as InferenceMode
 from torchrl.data.replay_buffers.ray_buffer import _RayReplayBufferClient as RayClient
 
 __all__ = [
     "REFUSED",
+    "InferenceMode",
     "RayClient",
     "Refusing",
     "copy_all",

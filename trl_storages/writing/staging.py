@@ -13,7 +13,7 @@ import torch
 from tensordict import NestedKey, is_tensor_collection
 
 from trl_storages import keys
-from trl_storages._torchrl import copy_all
+from trl_storages._torchrl import InferenceMode, copy_all
 from trl_storages.streams.layout import Block, Layout
 from trl_storages.writing.fields import NUMPY_TO_TORCH, OUTCOME_FIELDS, TORCH_TO_NUMPY, as_field
 from trl_storages.writing.lanes import Places
@@ -149,8 +149,6 @@ class Rows(Staging):
             for key in (keys.TERMINATED, keys.TRUNCATED)
             if done.is_cpu and key in layout and self.views[key].numel() == len(done)
         }
-        # To make it takes longer than to enter it.
-        self._inference = torch.inference_mode()
 
     def fill(self, found: Mapping[NestedKey, torch.Tensor]) -> bool:
         """Copies the entries of a TensorDict that have fields.
@@ -179,7 +177,8 @@ class Rows(Staging):
             )
         for place, field in self._stacks:
             values[place] = field.stack.frames(values[place], field.shape)  # type: ignore[union-attr]
-        with self._inference:
+        # An interrupt in the exit of torch.inference_mode(), which is Python, would leave the mode on.
+        with InferenceMode(True):
             copy_all(self._targets, values)
         is_repaired, done = False, self._is_done
         for key, flag in self._ends.items():
