@@ -74,7 +74,7 @@ def check_rows(storage: ReplayStorage) -> None:
     with storage._replay_lock, storage._write_lock:
         slots = storage.episodes.live_slots()
         where = storage[slots]
-        goes_on = storage.episodes.ahead(slots) > 0
+        goes_on = storage.episodes.num_after(slots) > 0
         following = storage.episodes.shift(slots[goes_on], torch.ones(int(goes_on.sum())).long())
         continued = storage[following]["observation"]
     before, after = where["observation"], where["next", "observation"]

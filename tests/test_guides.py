@@ -135,7 +135,7 @@ def test_both_hand_over_the_same_rows(tutorial, monkeypatch):
     by_trainer, by_script = storages
     for storage in storages:
         storage.validate()
-    episodes = [storage.episodes.episodes() for storage in storages]
+    episodes = [storage.episodes.table() for storage in storages]
     assert sorted(episodes[0]["length"].tolist()) == sorted(episodes[1]["length"].tolist())
     assert (by_trainer[:] == by_script[:]).all()
 

@@ -23,8 +23,8 @@ from torchrl.data import (
 from torchrl.envs import CatTensors, Compose, GymWrapper
 
 import trl_storages
-from trl_storages import _torchrl
-from trl_storages._torchrl import REFUSED
+from trl_storages import torchrl_compat
+from trl_storages.torchrl_compat import UNSUPPORTED
 
 PACKAGE = Path(trl_storages.__file__).parent
 MODULES = ["trl_storages"] + [
@@ -67,7 +67,7 @@ def test_arrows_point_down_only():
 #: Owner -> attributes and methods that the package uses, of which `_torchrl.py` speaks.
 PRIVATE_ATTRIBUTES = {
     owner: re.findall(r"`(_\w+)`", names)
-    for owner, names in re.findall(r"^- `(\w+)`:((?:\s+`_\w+`,?)+)$", _torchrl.__doc__, re.M)
+    for owner, names in re.findall(r"^- `(\w+)`:((?:\s+`_\w+`,?)+)$", torchrl_compat.__doc__, re.M)
 }
 
 #: One instance of each class that a private name belongs to.
@@ -129,11 +129,11 @@ def test_all_that_torchrls_buffers_have_is_theirs_too_or_refused():
     public = {name for name in dir(TensorDictReplayBuffer) if name[0] != "_"}
 
     assert public - own >= INHERITED
-    assert {*REFUSED} <= public
+    assert {*UNSUPPORTED} <= public
     assert public - own == INHERITED
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_makes_no_sense_over_lanes_is_refused(name):
     storage = trl_storages.ReplayStorage(storage=trl_storages.PackedStorage(4))
     with pytest.raises(RuntimeError, match=f"no {name}"):

@@ -24,7 +24,7 @@ from trl_storages import (
     PackedStorage,
     ReplayStorage,
 )
-from trl_storages.replay.processes import in_actor
+from trl_storages.buffer.remote import in_actor
 
 ray = pytest.importorskip("ray", reason="holds storages that several machines share")
 
@@ -75,7 +75,7 @@ class TestInTheActor:
         for number, first in ((1, 0), (2, 0), (1, 4)):
             storage.extend(steps(number, 4, first))
         check_rows(storage)
-        assert storage.episodes.episodes()["length"].tolist() == [4, 4, 4]
+        assert storage.episodes.table()["length"].tolist() == [4, 4, 4]
 
     def test_processes_with_lanes_of_their_own_go_on(self):
         storage = actor(num_envs=2)
@@ -83,7 +83,7 @@ class TestInTheActor:
             for lane in (0, 1):
                 storage.extend(steps(lane + 1, 3, first), lanes=[lane])
         check_rows(storage)
-        assert storage.episodes.episodes()["length"].tolist() == [9, 9]
+        assert storage.episodes.table()["length"].tolist() == [9, 9]
 
     @pytest.mark.parametrize("method", ["add", "record"])
     def test_single_steps_do_not_say_whose_they_are(self, method):
@@ -133,7 +133,7 @@ def test_two_write_and_two_sample(workers):
     here = HERReplayStorage(*SPACES, **options)
     here.load_state_dict(replay.state_dict())
     check_rows(here)
-    assert len(here.episodes.episodes()) < 300 / 3.5  # Their mean length is 4: none was cut.
+    assert len(here.episodes.table()) < 300 / 3.5  # Their mean length is 4: none was cut.
     assert len(slots) > 100
     here.sample()
     assert torch.equal(here.sampler.base.base.priorities[slots], priority_of(here[slots]))

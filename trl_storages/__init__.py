@@ -8,17 +8,17 @@ custom parts. `trl_storages.datasets` loads datasets, `trl_storages.plotting` vi
 
 # Imported to register the test environments.
 import trl_storages.envs  # noqa: F401
+from trl_storages.buffer import ReplayStorage, ReplayStorageEnsemble
+from trl_storages.entries import FrameStack
 from trl_storages.functional import returns_to_go, sequence_priority
 from trl_storages.index import EpisodeIndex
-from trl_storages.packed import PackedStorage
-from trl_storages.recipes import (
+from trl_storages.presets import (
     EREReplayStorage,
     HERReplayStorage,
     NStepReplayStorage,
     PrioritizedReplayStorage,
     UniformReplayStorage,
 )
-from trl_storages.replay import ReplayStorage, ReplayStorageEnsemble
 from trl_storages.samplers import (
     EpisodeSequence,
     ERESampler,
@@ -27,7 +27,7 @@ from trl_storages.samplers import (
     ReturnImprovementEta,
     UniformSampler,
 )
-from trl_storages.streams import FrameStack
+from trl_storages.storage import PackedStorage
 from trl_storages.transforms import (
     FlattenGoal,
     GoalRelabel,

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete
 from numpy.typing import ArrayLike, NDArray
 
-from trl_storages import arguments
+from trl_storages import validation
 
 __all__ = ["BitFlippingEnv"]
 
@@ -52,8 +52,8 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(self, n_bits: int = 15, *, continuous: bool = False) -> None:
-        self.n_bits = n_bits = arguments.integer("n_bits", n_bits, at_least=1)
-        self.continuous = arguments.flag("continuous", continuous)
+        self.n_bits = n_bits = validation.integer("n_bits", n_bits, at_least=1)
+        self.continuous = validation.flag("continuous", continuous)
         bits = Box(0.0, 1.0, (n_bits,), np.float32)
         self.observation_space = Dict(observation=bits, achieved_goal=bits, desired_goal=bits)
         self.action_space = Box(-1.0, 1.0, (n_bits,)) if continuous else Discrete(n_bits)

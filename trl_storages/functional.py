@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trl_storages import arguments
+from trl_storages import validation
 
 __all__ = [
     "even_order",
@@ -152,9 +152,9 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     tensor([[3., 4., 4.],
             [2., 2., 0.]])
     """
-    discount = arguments.number("discount", discount, at_least=0, at_most=1)
-    arguments.tensor("reward", reward)
-    shape = arguments.tensor("mask", mask, dtype=torch.bool).shape
+    discount = validation.number("discount", discount, at_least=0, at_most=1)
+    validation.tensor("reward", reward)
+    shape = validation.tensor("mask", mask, dtype=torch.bool).shape
     # That of [*B, T, 1] would pass for many episodes of one step.
     is_too_deep = mask.ndim > 2 and shape == reward.shape and shape[-1] == 1
     if not mask.ndim or reward.shape[: mask.ndim] != shape or is_too_deep:
@@ -201,15 +201,15 @@ def sequence_priority(td_error: Tensor, eta: float = 0.9, mask: Tensor | None = 
     >>> sequence_priority(torch.tensor([0.0, 0.0, 0.0, -1.0]))
     tensor(0.9250)
     """
-    eta = arguments.number("eta", eta, at_least=0, at_most=1)
-    if not arguments.tensor("td_error", td_error).ndim or not td_error.shape[-1]:
+    eta = validation.number("eta", eta, at_least=0, at_most=1)
+    if not validation.tensor("td_error", td_error).ndim or not td_error.shape[-1]:
         raise ValueError(
             f"td_error must be [..., T] for T of 1 or more, got {list(td_error.shape)}."
         )
     error = td_error.abs()
     if mask is None:
         return eta * error.amax(-1) + (1 - eta) * error.mean(-1)
-    if arguments.tensor("mask", mask, dtype=torch.bool).shape != td_error.shape:
+    if validation.tensor("mask", mask, dtype=torch.bool).shape != td_error.shape:
         raise ValueError(
             f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
         )

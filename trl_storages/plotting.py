@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from trl_storages import arguments, keys
-from trl_storages.arguments import counted
-from trl_storages.replay import ReplayStorage
+from trl_storages import keys, validation
+from trl_storages.buffer import ReplayStorage
 from trl_storages.samplers import PERSampler, layers_of
+from trl_storages.validation import counted
 
 try:
     from matplotlib import pyplot
@@ -88,7 +88,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     """
     ax = _axes(storage, ax, (6, 2.6))
     what, sampler = "a PERSampler, alpha=0.6", layers_of(storage.sampler)[-1]
-    arguments.instance("the sampler of storage", sampler, PERSampler, what=what)
+    validation.instance("the sampler of storage", sampler, PERSampler, what=what)
     priorities = sampler.priorities_of(storage.storage.view()).by_slot().astype(np.float64)
     num_slots = len(priorities)
     width = -(-num_slots // _MOST_BARS)
@@ -133,7 +133,7 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     episodes = storage.episodes
     num_lanes, T = episodes.num_envs, episodes.steps_per_lane
     ax = _axes(storage, ax, (7, 0.9 + 0.35 * min(num_lanes, 8)))
-    table = episodes.episodes()
+    table = episodes.table()
     names = "first", "length", "lane", "finished"
     first, length, lane, finished = (table[name].numpy() for name in names)
     number = np.arange(len(length)).repeat(length)
@@ -183,7 +183,7 @@ def plot_episode(
     >>> plot_episode(storage, storage.sample()).get_xlabel()
     'step of the episode'
     """
-    most = arguments.integer("most", most, at_least=1)
+    most = validation.integer("most", most, at_least=1)
     ax = _axes(storage, ax, (6.5, 1.2 + 0.22 * most))
     num_samples = batch.shape[0]
     if batch.ndim == 1 and (place := batch.get(keys.STEP_IN_SEQUENCE, None)) is not None:
@@ -208,7 +208,7 @@ def plot_episode(
         _mark_goals(ax, shown, end)
     length = int(shown["length"][0, 0])
     slot = torch.from_numpy(shown["slot"][:1, 0])
-    last = storage.episodes.shift(slot, storage.episodes.ahead(slot))
+    last = storage.episodes.shift(slot, storage.episodes.num_after(slot))
     style, label = ("-", "ended") if storage.episodes.is_done(last) else (":", "cut or running")
     ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
     ax.set_yticks(lines, which.tolist(), fontsize=7)

@@ -112,7 +112,7 @@ def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> Repla
     of_value, of_actor = AGENTS[agent]
     storage = from_arrays(
         data,
-        recipe=HERReplayStorage,
+        preset=HERReplayStorage,
         float_dtype=torch.float32,
         goal_fn=lambda observation: observation[..., :2],
         reward_fn=lambda *reached: arrived(*reached).float() - 1,

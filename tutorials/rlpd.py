@@ -160,7 +160,7 @@ def make_storages(
     """Makes a storage of the data, and an empty one for what is seen online."""
     env = Valley()
     options: dict[str, Any] = {"n_step": N_STEP, "discount": DISCOUNT, "seed": seed}
-    offline = from_arrays(paths, recipe=NStepReplayStorage, **options)
+    offline = from_arrays(paths, preset=NStepReplayStorage, **options)
     spaces = env.observation_space, env.action_space
     return offline, NStepReplayStorage(*spaces, storage_size=budget.steps, **options)
 

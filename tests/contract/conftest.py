@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from contract.make import PLACES
 
-from trl_storages.packed import memory as packed
+from trl_storages.storage import memory as packed
 
 
 @pytest.fixture(autouse=True)

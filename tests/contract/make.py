@@ -21,7 +21,7 @@ from gymnasium.spaces import Box, Dict, Discrete
 from gymnasium.vector import AutoresetMode
 from torchrl.envs.transforms import Compose
 
-from trl_storages.packed import memory as packed
+from trl_storages.storage import memory as packed
 
 __all__ = [
     "DISCOUNT",

@@ -356,9 +356,7 @@ class TestTrainers:
         ends, steps = storage[:]["next"], torch.cat(collected)["next"]
         for name in ("reward", "done", "terminated", "truncated"):
             assert torch.equal(ends[name], steps[name]), name
-        assert (
-            0 < int(ends["done"].sum()) == int(storage.episodes.episodes()["finished"].sum()) < 40
-        )
+        assert 0 < int(ends["done"].sum()) == int(storage.episodes.table()["finished"].sum()) < 40
         return storage
 
 

@@ -95,7 +95,11 @@ def test_each_word_is_refused_or_right(tmp_path, num_blocks, longest, is_closed)
         with closing(library.ReplayStorage.open(tmp_path, mode="r", **options)) as reader:
             reader.sample(8)
             episodes, slots = reader.episodes, reader.episodes.live_slots()
-            found = episodes.ahead(slots), episodes.behind(slots), *episodes.episodes().values()
+            found = (
+                episodes.num_after(slots),
+                episodes.num_before(slots),
+                *episodes.table().values(),
+            )
             return reader[:], [it.tolist() for it in found]
 
     storage = opened(tmp_path, STEPS)

@@ -147,7 +147,7 @@ def goal_paths():
 def test_hindsight_over_a_dataset():
     storage = datasets.from_arrays(
         goal_paths(),
-        recipe=library.HERReplayStorage,
+        preset=library.HERReplayStorage,
         reward_fn=lambda achieved, desired, _: -(achieved - desired).norm(dim=-1),
         n_step=3,
     )
@@ -260,7 +260,7 @@ def test_flags_with_names_of_ends_must_be_explained(name, key):
     assert rows[key].flatten().tolist() == FLAG[[0, 1, 2, 3, 4, 5, 7]].tolist()
     plain = without("terminals") | {name: FLAG}
     for ends in (FLAG, name) if isinstance(key, str) else (FLAG,):
-        lengths = datasets.from_arrays(plain, ends).episodes.episodes()["length"]
+        lengths = datasets.from_arrays(plain, ends).episodes.table()["length"]
         assert lengths.tolist() == [3, 2, 1]
 
 
@@ -317,7 +317,7 @@ def test_data_that_tell_no_ends_are_refused():
         datasets.from_arrays(data)
     assert not datasets.from_arrays(data, np.zeros(6))[:]["next", "done"].any()
     ends = data.pop("is_over")
-    assert datasets.from_arrays(data, ends).episodes.episodes()["length"].tolist() == [2, 2]
+    assert datasets.from_arrays(data, ends).episodes.table()["length"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("n_step", [1, 3])
@@ -331,7 +331,7 @@ def test_missing_rewards_are_those_of_the_goal(n_step):
     for goals, goal_fn in ((own, None), ({}, lambda observation: observation[:, :1])):
         storage = datasets.from_arrays(
             without("rewards") | {"speeds": np.arange(9.0)} | goals,
-            recipe=library.HERReplayStorage,
+            preset=library.HERReplayStorage,
             reward_fn=scaled,
             info_keys=["speeds"],
             goal_fn=goal_fn,
@@ -391,7 +391,7 @@ def test_what_is_written_next_is_no_continuation():
     storage = datasets.from_arrays(d4rl(observations=np.ones((9, 1), np.float32)), storage_size=9)
     numbers = np.ones(1, np.float32)
     storage.record(numbers, numbers, 0.0, False, False, {}, numbers)
-    assert storage.episodes.episodes()["length"].tolist()[-2:] == [1, 1]
+    assert storage.episodes.table()["length"].tolist()[-2:] == [1, 1]
 
 
 def test_a_smaller_storage_keeps_the_last_transitions():
@@ -526,7 +526,7 @@ def test_minari_of_lanes_and_cuts(monkeypatch, tmp_path):
     assert [bool(episode.truncations[-1]) for episode in dataset] == [False, True, False, True]
     again = datasets.from_minari("lanes-v0", float_dtype=torch.float32, info_keys=["cost"])
     assert again[:]["next", "cost"].tolist() == again[:]["next", "reward"].flatten().tolist()
-    assert again.episodes.episodes()["length"].tolist() == [2, 4, 5, 1]
+    assert again.episodes.table()["length"].tolist() == [2, 4, 5, 1]
     gaps = datasets.from_arrays(
         d4rl(next_observations=np.ones((9, 1), np.float32)), on_gap="ignore"
     )

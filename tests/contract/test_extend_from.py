@@ -39,7 +39,7 @@ def test_any_number_of_lanes_into_any(place, history, num_envs):
     assert len(new) == len(old)
     assert_holds(new, lanes)
     keeps_lanes = num_envs == history.lanes
-    listed = [storage.episodes.episodes() for storage in (old, new)]
+    listed = [storage.episodes.table() for storage in (old, new)]
     assert sorted(listed[0]["length"].tolist()) == sorted(listed[1]["length"].tolist())
     if keeps_lanes:
         assert all((listed[0][key] == listed[1][key]).all() for key in ("lane", "whole", "length"))
@@ -103,7 +103,7 @@ def test_running_episodes_of_the_target_are_split():
     write(new, [Player().play([], 4)])
     old.extend(rows(Player().play([], 9)[4:]))  # begins with what the target ends with
     new.extend_from(old)
-    assert new.episodes.episodes()["length"].tolist() == [4, 5]
+    assert new.episodes.table()["length"].tolist() == [4, 5]
 
 
 def test_trajectories_go_on_in_their_lanes():
@@ -117,7 +117,7 @@ def test_trajectories_go_on_in_their_lanes():
     old.extend(flat())
     new.extend_from(old)
     new.extend(flat())
-    assert new.episodes.episodes()["length"].tolist() == [6, 6]
+    assert new.episodes.table()["length"].tolist() == [6, 6]
 
 
 def test_an_environment_that_is_only_reset_next_is_known():
@@ -156,7 +156,7 @@ def test_chunks_are_joined():
         old.record(before, np.zeros(2, int), np.ones(2), *np.zeros((2, 2), bool), {}, after)
     for each in (new, one_lane):
         each.extend_from(old)
-        assert each.episodes.episodes()["length"].tolist() == [65, 65]
+        assert each.episodes.table()["length"].tolist() == [65, 65]
         assert each[:]["observation"][:, 0].sort().values.tolist() == sorted(2 * [*range(15, 80)])
 
 

@@ -267,7 +267,7 @@ class TestFrameStacks:
         data["next", "done"] = data["next", "terminated"] = torch.zeros(4, 1, dtype=torch.bool)
         with pytest.warns(UserWarning, match="end_episodes"):
             storage.extend(torch.cat([data, later]))
-        assert storage.episodes.episodes()["length"].tolist() == [4, 3]
+        assert storage.episodes.table()["length"].tolist() == [4, 3]
         assert_same(storage[:], torch.cat([data, later]).exclude(("next", "effort")))
 
     @pytest.mark.requirement("refused-is-unchanged")

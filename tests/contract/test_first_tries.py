@@ -91,7 +91,7 @@ def test_an_environment_that_resets_itself():
         after, *rest, info = env.step(0)
         storage.record(before, 0, *rest, info, after)
         before = after
-    assert (storage.episodes.episodes()["length"] <= 3).all()
+    assert (storage.episodes.table()["length"] <= 3).all()
 
 
 def test_agents_keep_the_batch_sizes_of_their_specs():

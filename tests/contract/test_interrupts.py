@@ -61,7 +61,7 @@ def transitions(storage):
     slots = storage.episodes.live_slots()
     rows = storage[slots]
     seen, after = rows["observation"].flatten(), rows["next", "observation"].flatten()
-    return torch.stack([seen, after]), storage.episodes.behind(slots) == 0, rows
+    return torch.stack([seen, after]), storage.episodes.num_before(slots) == 0, rows
 
 
 def assert_episodes(storage):
@@ -87,7 +87,7 @@ def steps(first, num_steps=3, trajectory=None):
 @pytest.mark.parametrize("device", ["cpu", "device"])
 def test_interrupted_extend_splits_no_trajectory(num_signals, trajectory, device, monkeypatch):
     if device == "device":
-        monkeypatch.setattr("trl_storages.packed.memory.HOSTS", ())
+        monkeypatch.setattr("trl_storages.storage.memory.HOSTS", ())
     storage = assemble(100_000, batch_size=4)
     blocks = (steps(3 * number, trajectory=trajectory) for number in range(10**9))
     call = Interrupter(lambda: storage.extend(next(blocks)))

@@ -72,7 +72,7 @@ class TestUniform:
         for named in ([1], [0, 2], [1], [1], [0, 1, 2], [2], [2], [2]):
             lanes.write(storage, [[False]] * len(named), named)
             assert set(lanes.of(storage.sample(200))) == set(lanes.live())
-            assert (storage.episodes.episodes()["length"] > 0).all()
+            assert (storage.episodes.table()["length"] > 0).all()
 
 
 @pytest.mark.requirement("uniform-ring")

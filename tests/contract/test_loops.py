@@ -121,7 +121,7 @@ def as_tensors(value):
     return torch.from_numpy(value) if is_array else value
 
 
-def in_order(rows):
+def in_lane_order(rows):
     """Rows sorted by environment, episode and step."""
     seen = rows["observation"]
     return rows[torch.argsort(seen[:, 0] * 10_000 + seen[:, 1] * 100 + seen[:, 2])]
@@ -162,7 +162,7 @@ def test_each_lane_holds_what_a_single_environment_does(place, mode, num_envs, a
     convert = as_tensors if isinstance(actions, spaces.MultiDiscrete) else (lambda value: value)
     steps = play(envs, storage, 25, convert)
     expected = [expected_rows(seed, count, actions) for seed, count in enumerate(steps)]
-    assert_same(in_order(storage[:]), in_order(torch.cat(expected)))
+    assert_same(in_lane_order(storage[:]), in_lane_order(torch.cat(expected)))
 
 
 @pytest.mark.parametrize("with_parts", [False, True])
@@ -181,7 +181,7 @@ def test_a_single_environment(place, with_parts):
         index = storage.record(before, action, *outcome, after)
         assert storage[index]["observation"].tolist() == [before["observation"].tolist()]
         before = env.reset()[0] if outcome[1] or outcome[2] else after
-    assert_same(in_order(storage[:]), expected)
+    assert_same(in_lane_order(storage[:]), expected)
 
 
 @each_mode

@@ -70,7 +70,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, place: str) -> None:
         super().__init__()
-        self.place, self.folder = place, new_folder()
+        self.backend, self.folder = place, new_folder()
 
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
@@ -115,7 +115,7 @@ class Machine(RuleBasedStateMachine):
             )
         return make(
             self.variant.kind,
-            place=self.place,
+            place=self.backend,
             layout=self.layout,
             lanes=self.num_lanes,
             size=self.num_lanes * self.model.num_steps,
@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             before.dumps(dump := self.new_path())
         elif way == "state":
             state = copy.deepcopy(before.state_dict())
-        elif self.place == "directory":
+        elif self.backend == "directory":
             before.close()
         else:
             return
@@ -336,7 +336,10 @@ class Machine(RuleBasedStateMachine):
         assert len({*pairs}) == len({*index.tolist()}) == len({*drawn})
         assert self.model.of(self.storage[index]) == drawn
         assert {*drawn} <= {*self.model.live()}
-        behind, ahead = self.storage.episodes.behind(index), self.storage.episodes.ahead(index)
+        behind, ahead = (
+            self.storage.episodes.num_before(index),
+            self.storage.episodes.num_after(index),
+        )
         assert behind.tolist() == [self.model.episode(step).index(step) for step in drawn]
         assert ahead.tolist() == [len(self.model.onward(step)) - 1 for step in drawn]
         if self.variant.boundary:

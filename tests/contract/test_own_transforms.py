@@ -53,7 +53,7 @@ def test_flags_that_end_the_window(place):
 
 def test_further_rows(place):
     def first_of_episode(rows):
-        first = rows.episodes.shift(rows.slots, -rows.episodes.behind(rows.slots))
+        first = rows.episodes.shift(rows.slots, -rows.episodes.num_before(rows.slots))
         rows["first"] = rows.at(first)["observation"]
         rows.follow(first)
 

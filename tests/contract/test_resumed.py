@@ -105,7 +105,7 @@ def check(storage, before, loop):
     storage.validate()
     index, rows = storage.episodes, storage[:]
     slots = index.slots_by_age()
-    begins = index.behind(slots) == 0
+    begins = index.num_before(slots) == 0
     for lane in range(index.num_envs):
         made = before[lane] + (loop.made[lane] if loop.made is not before else [])
         its = index.lanes_of(slots) == lane
@@ -179,7 +179,7 @@ def test_a_collector_after_a_resume(way, num_envs, is_flat, is_new, on_gap, tmp_
         if num_envs == 1:
             steps = steps[0]
         storage.extend(steps.reshape(-1) if is_flat else steps)
-    lengths = storage.episodes.episodes()["length"].tolist()
+    lengths = storage.episodes.table()["length"].tolist()
     assert lengths == ([5, 3] if is_new and on_gap == "cut" else [8]) * num_envs
     storage.validate()
     storage.storage.close() if way == "disk" else None
@@ -192,7 +192,7 @@ def test_new_environments_go_on_after_a_kill(tmp_path):
     os.waitpid(child, 0)
     storage = make(1, "Disabled", tmp_path / "rows")
     Loop(1, "Disabled", 3).step(storage)
-    assert storage.episodes.episodes()["length"].tolist() == [1, 1]
+    assert storage.episodes.table()["length"].tolist() == [1, 1]
     storage.close()
 
 
@@ -206,4 +206,4 @@ def test_later_gaps_are_warned_of(way, tmp_path):
     loop.step(storage)
     with pytest.warns(UserWarning, match="end_episodes"):
         Loop(2, "Disabled", 5).step(storage)
-    assert storage.episodes.episodes()["length"].tolist() == [1, 1, 1] * 2
+    assert storage.episodes.table()["length"].tolist() == [1, 1, 1] * 2

@@ -56,7 +56,7 @@ def test_too_few_entries_are_said_once(place):
         for block in rows(steps[:260]).split(65):
             whole.extend(block)
         assert_same(whole[:], rows(steps[64:260]))
-        assert whole.episodes.episodes()["length"].tolist() == [1] * 196
+        assert whole.episodes.table()["length"].tolist() == [1] * 196
 
 
 def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
@@ -66,7 +66,7 @@ def test_the_flag_that_ends_episodes_need_not_be_a_field(place):
     writer = library.EpisodeWriter(done_key="is_over", keys=stored)
     storage = assemble(20, place=place, writer=writer)
     storage.extend(data)
-    assert storage.episodes.episodes()["length"].tolist() == [2, 3]
+    assert storage.episodes.table()["length"].tolist() == [2, 3]
 
 
 def test_a_step_of_a_loop_lacks_what_only_batches_tell():

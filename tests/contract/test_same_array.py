@@ -19,7 +19,7 @@ def storage_for(space=SPACE, **options):
 @pytest.mark.parametrize("place", ["cpu", "device"])
 def test_observation_that_is_changed_in_place_raises(is_view, place, monkeypatch):
     if place == "device":
-        monkeypatch.setattr("trl_storages.packed.memory.HOSTS", ())
+        monkeypatch.setattr("trl_storages.storage.memory.HOSTS", ())
     storage, state = storage_for(), np.zeros(2, np.float32)
     seen, after = (state[:], state[:]) if is_view else (state, state)
     storage.record(seen, 0, 1.0, False, False, {}, after)
@@ -56,7 +56,7 @@ def test_constant_array_is_stored():
     for step in range(8):
         storage.record(state, 0, 1.0, step % 3 == 2, False, {}, state)
     assert len(storage) == 8
-    assert len(storage.episodes.episodes()) == 3
+    assert len(storage.episodes.table()) == 3
 
 
 def test_goal_that_is_one_array_for_an_episode_is_stored_although_the_loop_resets_early():
@@ -69,4 +69,4 @@ def test_goal_that_is_one_array_for_an_episode_is_stored_although_the_loop_reset
                 storage.record(seen, 0, 1.0, False, False, {}, after)
         else:
             storage.record(seen, 0, 1.0, False, False, {}, after)
-    assert len(storage.episodes.episodes()) == 2
+    assert len(storage.episodes.table()) == 2

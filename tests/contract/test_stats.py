@@ -11,7 +11,7 @@ def test_stats_count_episodes_and_ages_of_stored_transitions(place, write_episod
     storage = make(place=place, lanes=2, size=24)
     players = [Player(0), Player(1)]
     write(storage, [players[0].play(write_episodes, 3), players[1].play([2])])
-    stats, listed = storage.stats(), storage.episodes.episodes()
+    stats, listed = storage.stats(), storage.episodes.table()
     ages = [age for lane in (0, 1) for age in range(listed["length"][listed["lane"] == lane].sum())]
     assert stats["episodes"] == len(listed)
     assert stats["oldest_age"] == max(ages)

@@ -32,7 +32,7 @@ def test_discontinuity_that_is_an_error_stores_nothing(place, later):
         assert storage[:]["observation"].flatten().tolist() == [0, 1, 2]
         storage.extend(steps(*later))  # it is said once
     assert storage[:]["observation"].flatten().tolist() == [0, 1, 2, *later]
-    assert len(storage.episodes.episodes()) == 2
+    assert len(storage.episodes.table()) == 2
     storage.validate()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import SAME, draws, streams, tree
+from trl_storages.kernels import SHARED, draws, entries, priority_tree
 
 # Rows, and of entries their number, their words, those of observations, and before what is `next`.
 B, M, W, SEEN, ROOT = 50, 300, 5, 3, 4
@@ -19,7 +19,7 @@ def asked(monkeypatch):
     def record(array, i, first=0, end=8):
         found.append(stretch(array, i, first, end))
 
-    for module in (draws, streams, tree):
+    for module in (draws, entries, priority_tree):
         monkeypatch.setattr(module, "prefetch", record)
     return found
 
@@ -39,16 +39,16 @@ class TestEntries:
 
     def test_whole_rows(self, asked):
         out = np.empty((B, W + SEEN), np.int64)
-        python(streams.gather)(self.entries, (0, SEEN, 0, SEEN, ROOT), 1, self.at, self.last, out)
+        python(entries.gather)(self.entries, (0, SEEN, 0, SEEN, ROOT), 1, self.at, self.last, out)
         both = zip(self.at, self.last, strict=True)
         its = ((p, 0, W * 8, q, ROOT * 8, (W + SEEN) * 8) for p, q in both)
         expected = [stretch(self.entries, *it[at : at + 3]) for it in its for at in (0, 3)]
         assert asked == expected
 
     def test_rows_that_are_written(self, asked):
-        block, how = np.zeros((B, W + SEEN), np.int64), np.full(B, SAME, np.uint8)
+        block, how = np.zeros((B, W + SEEN), np.int64), np.full(B, SHARED, np.uint8)
         entries = np.zeros_like(self.entries)
-        python(streams.copy_in)(entries, (0, SEEN, 0, SEEN, ROOT), 1, block, how, self.at)
+        python(entries.copy_in)(entries, (0, SEEN, 0, SEEN, ROOT), 1, block, how, self.at)
         expected = [stretch(entries, p, 0, W * 8) for p in self.at]
         # Those that come first are written at once.
         assert asked == expected[-len(asked) :]
@@ -59,10 +59,10 @@ class TestEntries:
         elements = self.entries.view(np.uint32)
         expected = [stretch(elements, p + ahead, 5 * 4, 8 * 4) for p in self.at]
         out, rows = np.empty((B, 1, 3), np.uint32), np.zeros((B, W + SEEN), np.int64)
-        python(streams.take)(elements, self.at, ahead, 5, out)
+        python(entries.take)(elements, self.at, ahead, 5, out)
         assert asked == expected
         pasted = self.at, ahead, 5, 3, np.ones(B, bool)
-        python(streams.paste)(elements, *pasted, rows, np.array([2]))
+        python(entries.paste)(elements, *pasted, rows, np.array([2]))
         assert asked == expected * 2
 
 
@@ -97,12 +97,12 @@ class TestIndex:
 
     def test_a_tree(self, asked):
         """The eight children of each node that is come to, but for those of the root."""
-        starts = tree.level_starts(1000)
+        starts = priority_tree.level_starts(1000)
         sums, every = np.zeros(starts[-1]), np.arange(1000)
-        tree.set_leaves(sums, starts, False, every, np.ones(1000))
+        priority_tree.set_leaves(sums, starts, False, every, np.ones(1000))
         leaves, weights = np.empty(B, np.int64), np.empty(B)
-        noise, ranges = np.arange(B) << 57, tree.every_leaf(starts)
-        python(tree.draw_leaves)(sums, starts, ranges, noise, leaves, weights)
+        noise, ranges = np.arange(B) << 57, priority_tree.every_leaf(starts)
+        python(priority_tree.draw_leaves)(sums, starts, ranges, noise, leaves, weights)
         levels = [(2, leaves // 64), (3, leaves // 8), (4, leaves)]
         assert asked == [
             stretch(sums, starts[level] + node // 8 * 8)

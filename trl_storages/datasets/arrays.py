@@ -19,16 +19,16 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.data import Composite, Unbounded
 
-from trl_storages import arguments, keys
+from trl_storages import keys, validation
+from trl_storages.buffer import ReplayStorage
 from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, REWARD, next_key
-from trl_storages.recipes import UniformReplayStorage
-from trl_storages.replay import ReplayStorage
+from trl_storages.presets import UniformReplayStorage
 from trl_storages.transforms import GoalRelabel, goal_values
-from trl_storages.writing.fields import OUTCOME_FIELDS, as_field, as_tensor
+from trl_storages.writing.spaces import OUTCOME_FIELDS, as_field, as_tensor
 
 __all__ = [
     "BLOCK",
-    "Recipe",
+    "Preset",
     "blocks_of",
     "columns_of",
     "entries_of",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: A class of ready-made storages, or a function with the same arguments.
-Recipe = Callable[..., ReplayStorage]
+Preset = Callable[..., ReplayStorage]
 #: Returns the goals `[N, *G]` that observations `[N, ...]` have reached.
 GoalOf = Callable[[Any], torch.Tensor]
 #: Arrays under the keys that transitions have, with flags of ends by their roles; and the keys of the
@@ -76,7 +76,7 @@ def from_arrays(
     data: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     ends: Any = None,
     *,
-    recipe: Recipe = UniformReplayStorage,
+    preset: Preset = UniformReplayStorage,
     goal_fn: GoalOf | None = None,
     float_dtype: torch.dtype | None = None,
     progress: bool = False,
@@ -109,17 +109,17 @@ def from_arrays(
             episode, which may have one observation more than actions.
         ends: `[N]` bool, where episodes end, or the name of the entry that says so; None looks for the
             names above. For a single trajectory pass `np.zeros(N)`.
-        recipe: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
+        preset: class of the storage, such as `HERReplayStorage`. It is called with specs of the data and
             `options`.
         goal_fn: returns the goals `[N, G]` that all observations `[N, ...]` (a tensor, or a dictionary of
             them) have reached, for hindsight over data without goals. The desired goal of a transition
             is then the last goal reached in its episode. Missing rewards are computed for that goal by
-            the recipe's `reward_fn`, and are NaN if the recipe has none. Of data that have
+            the preset's `reward_fn`, and are NaN if the preset has none. Of data that have
             `achieved_goals` and `desired_goals` leave it out; `reward_fn` computes missing rewards there
             as well.
         float_dtype: converts float64 entries, as with `torch.float32`; None leaves them.
         progress: whether to show a bar of tqdm.
-        **options: of the recipe. `storage_size` defaults to the number of transitions; a smaller one
+        **options: of the preset. `storage_size` defaults to the number of transitions; a smaller one
             keeps the last ones. Entries named in `info_keys` are stored as infos, `speed` as
             `("next", "speed")`; those in `extra_fields` under their names, with that dtype and shape.
 
@@ -135,10 +135,10 @@ def from_arrays(
     >>> data = {"observations": np.arange(12.0).reshape(6, 2), "actions": np.zeros((6, 1)),
     ...         "rewards": np.arange(6), "terminals": [0, 0, 1, 0, 0, 0], "timeouts": [0, 0, 0, 0, 0, 1]}
     >>> storage = from_arrays(data, float_dtype=torch.float32, batch_size=2)
-    >>> storage.episodes.episodes()["length"].tolist()  # the last row says where row 4 led
+    >>> storage.episodes.table()["length"].tolist()  # the last row says where row 4 led
     [3, 2]
     """
-    infos = arguments.keys("info_keys", options.get("info_keys", ()))
+    infos = validation.keys("info_keys", options.get("info_keys", ()))
     if isinstance(data, Mapping):
         entries = entries_of(data, goal_fn, infos)
     else:
@@ -153,11 +153,11 @@ def from_arrays(
     if REWARD not in entries[0] and goal_fn is None and options.get("reward_fn") is None:
         raise KeyError(
             f"data must have the entry 'rewards', there are {[*entries[0]]}; or goals (or goal_fn=) "
-            "and a recipe with reward_fn=, which computes them."
+            "and a preset with reward_fn=, which computes them."
         )
     columns = columns_of(entries, ends, sets_goals=goal_fn is not None)
     num_rows = len(columns[keys.DONE][1])
-    return filled(recipe, blocks_of(columns, float_dtype), num_rows, options, progress=progress)
+    return filled(preset, blocks_of(columns, float_dtype), num_rows, options, progress=progress)
 
 
 def _check_names(entries: Entries, named: Collection[NestedKey], ends: Any) -> None:
@@ -184,7 +184,7 @@ def _check_names(entries: Entries, named: Collection[NestedKey], ends: Any) -> N
 
 
 def filled(
-    recipe: Recipe,
+    preset: Preset,
     blocks: Iterator[TensorDict],
     num_rows: int,
     options: Mapping[str, Any],
@@ -198,7 +198,7 @@ def filled(
     """
     if (first := next(blocks, None)) is None:
         raise ValueError("a dataset must have steps, got none.")
-    infos = {*map(keys.info_key, arguments.keys("info_keys", options.get("info_keys", ())))}
+    infos = {*map(keys.info_key, validation.keys("info_keys", options.get("info_keys", ())))}
     given = {**(options.get("extra_fields") or {})}
     fields = {key: (leaf.dtype, leaf.shape[1:]) for key, leaf in first.items(True, True)}
     twins = {*keys.shared_keys(fields)} - infos - given.keys()
@@ -212,7 +212,7 @@ def filled(
         elif key not in known and OUTCOME_FIELDS.get(key) != fields[key]:
             further[key] = dtype, shape
     options = {"storage_size": max(num_rows, 2), **options, "extra_fields": {**further, **given}}
-    storage = recipe(observations, actions, **options)
+    storage = preset(observations, actions, **options)
     num_stored, num_envs = len(storage), storage.episodes.num_envs
     if num_stored or num_envs > 1:
         storage.close(keep=num_stored > 0)
@@ -220,12 +220,12 @@ def filled(
             "the storage must be empty and of one environment for a dataset, and it holds "
             f"{num_stored} rows of {num_envs}."
         )
-    relabel = next((part for part in storage.parts() if isinstance(part, GoalRelabel)), None)
+    relabel = next((part for part in storage.components() if isinstance(part, GoalRelabel)), None)
     every: Iterable[TensorDict] = chain([first], blocks)
     try:
         for steps in _shown(every, num_rows) if progress else every:
             for key, (dtype, shape) in given.items():
-                values = arguments.values(repr(key), steps[key])
+                values = validation.values(repr(key), steps[key])
                 steps[key] = as_field(values, dtype, (len(steps), *shape), repr(key))
             if REWARD not in fields:
                 steps[REWARD] = _rewards(relabel, steps)
@@ -292,11 +292,11 @@ def entries_of(
         except ValueError as error:  # rows of several lengths
             raise ValueError(f"{key!r} must have rows of one shape: {error}") from error
         if not array.ndim or array.dtype.kind not in "biuf":
-            got = arguments.shown(values)
+            got = validation.shown(values)
             raise TypeError(f"data must be numbers, a row for each step, got {key!r}: {got}.")
         fields[key] = array
 
-    for name, value in arguments.mapping("data", data, "a dictionary of arrays").items():
+    for name, value in validation.mapping("data", data, "a dictionary of arrays").items():
         base = name.removeprefix("next_").removesuffix("_next")
         role = base if name in infos else _ROLES.get(base, base)
         path = () if role == OBSERVATION and isinstance(value, Mapping) else tuple(role.split("/"))
@@ -464,6 +464,6 @@ def _flags(name: str, value: Any, num_rows: int) -> np.ndarray:
     array = np.asarray(value)
     if array.size != num_rows or not ((array == 0) | (array == 1)).all():
         raise ValueError(
-            f"{name} must be 0 or 1 for each of {num_rows} steps, got {arguments.shown(value)}."
+            f"{name} must be 0 or 1 for each of {num_rows} steps, got {validation.shown(value)}."
         )
     return array.reshape(-1) != 0

@@ -16,19 +16,19 @@ import torch
 from gymnasium.spaces import Box, Dict, MultiBinary
 from tensordict import TensorDict, TensorDictBase
 
-from trl_storages import arguments, keys
+from trl_storages import keys, validation
+from trl_storages.buffer import ReplayStorage
 from trl_storages.datasets.arrays import (
     BLOCK,
-    Recipe,
+    Preset,
     blocks_of,
     columns_of,
     entries_of,
     filled,
     joined,
 )
-from trl_storages.recipes import UniformReplayStorage
-from trl_storages.replay import ReplayStorage
-from trl_storages.writing.fields import OUTCOME_FIELDS, TORCH_TO_NUMPY
+from trl_storages.presets import UniformReplayStorage
+from trl_storages.writing.spaces import OUTCOME_FIELDS, TORCH_TO_NUMPY
 
 __all__ = ["from_minari", "to_minari"]
 
@@ -36,7 +36,7 @@ __all__ = ["from_minari", "to_minari"]
 def from_minari(
     dataset: Any,
     *,
-    recipe: Recipe = UniformReplayStorage,
+    preset: Preset = UniformReplayStorage,
     float_dtype: torch.dtype | None = None,
     progress: bool = False,
     **options: Any,
@@ -45,10 +45,10 @@ def from_minari(
 
     Args:
         dataset: a `minari.MinariDataset`, or the name of a local one.
-        recipe: as in `from_arrays`.
+        preset: as in `from_arrays`.
         float_dtype: likewise.
         progress: likewise.
-        **options: of the recipe. `info_keys` names the infos to store, as for `record`; the infos of
+        **options: of the preset. `info_keys` names the infos to store, as for `record`; the infos of
             resets are dropped.
 
     Returns:
@@ -60,7 +60,7 @@ def from_minari(
     """
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
-    named = arguments.keys("info_keys", options.get("info_keys", ()))
+    named = validation.keys("info_keys", options.get("info_keys", ()))
     infos = [keys.key_path(keys.info_key(key)) for key in named]
     numbers = dataset.episode_indices
     # Episodes of about one block are read together.
@@ -72,7 +72,7 @@ def from_minari(
             paths = [entries_of(_path(episode, infos)) for episode in group]
             yield from blocks_of(columns_of(*joined(paths)), float_dtype)
 
-    return filled(recipe, blocks(), int(dataset.total_steps), options, progress=progress)
+    return filled(preset, blocks(), int(dataset.total_steps), options, progress=progress)
 
 
 def _path(episode: Any, infos: Sequence[tuple[str, ...]]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def to_minari(
             row before: Minari stores both as one. Nothing is written then.
     """
     index = storage.episodes
-    table = index.episodes()
+    table = index.table()
     if not len(table["first"]):
         raise RuntimeError("storage must hold rows to write, and is empty.")
     minari = _minari_module()

@@ -15,8 +15,8 @@ import torch
 
 from trl_storages import keys
 from trl_storages.directory.files import read_text, write_text
-from trl_storages.streams.fields import DTYPES, NAMES, FrameStack
-from trl_storages.streams.layout import Layout
+from trl_storages.entries.fields import DTYPES, NAMES, FrameStack
+from trl_storages.entries.layout import Layout
 
 __all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 

@@ -14,15 +14,15 @@ import numpy as np
 
 from trl_storages.directory.description import MOST, NAME, ROWS, Description, damaged
 from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
+from trl_storages.entries import Arena, HostEntries, Layout, arena_sizes
 from trl_storages.index import EpisodeIndex
 from trl_storages.index.invariants import check_bounds, require
-from trl_storages.kernels import CUT, DONE, GOES_ON, checks
-from trl_storages.streams import Arena, HostRows, Layout, room_for
+from trl_storages.kernels import CONTINUES, DONE, SPLIT, checksums
 
 __all__ = ["Directory"]
 
 #: Writes rows into an index and entries.
-Fill = Callable[[EpisodeIndex, HostRows], None]
+Fill = Callable[[EpisodeIndex, HostEntries], None]
 # Files of a directory beside its description and its rows.
 _BESIDE = (f"{NAME}.new", "lock")
 
@@ -54,10 +54,10 @@ class Directory:
         self.layout = layout = described.layout
         sizes, most = (described.max_size, described.num_envs), described.max_entries
         self.index = index = EpisodeIndex(*sizes, stack=layout.frames, max_entries=most)
-        room = room_for(layout, index, is_in_file=True)
+        room = arena_sizes(layout, index, is_in_file=True)
         is_writer, lazy = lock is not None, ("entries", "marks")
         self._arena = arena = Arena(**room, file=file, writable=is_writer, lazy=lazy)
-        self.rows = HostRows(layout, index, arena)
+        self.entries = HostEntries(layout, index, arena)
 
     @classmethod
     def create(
@@ -118,8 +118,8 @@ class Directory:
         try:
             made = cls(path, lock, replace(described, rows=rows.name), file)
             if fill is not None:
-                fill(made.index, made.rows)
-                made.rows.mark_all()
+                fill(made.index, made.entries)
+                made.entries.write_all_checksums()
         except BaseException:
             rows.unlink()
             raise
@@ -198,9 +198,9 @@ class Directory:
             if is_same and (described.boot or lock is None):
                 opened.validate()
                 if lock:
-                    _forget_beyond(opened.index, opened.rows)
+                    _forget_beyond(opened.index, opened.entries)
             else:
-                _recover(opened.index, opened.rows, described)
+                _recover(opened.index, opened.entries, described)
                 opened._is_apart = lock is None
         if lock:
             opened.flush()
@@ -221,8 +221,10 @@ class Directory:
             index.validate()
             lane, step, slot = index.kept()
             at = index.where[slot]
-            numbers = checks.numbers(index.tables, slot, step)
-            whole = self.rows.are_whole(at) & (self.rows.marked[0][at, checks.NUMBER] == numbers)
+            numbers = checksums.numbers(index.tables, slot, step)
+            whole = self.entries.are_intact(at) & (
+                self.entries.marked[0][at, checksums.NUMBER] == numbers
+            )
             require("rows are whole", whole, index.tables, lane, step)
         except RuntimeError as error:
             raise damaged(self.path / self._described.rows, str(error)) from error
@@ -259,7 +261,7 @@ class Directory:
         return self._lock is not None and self._lock.is_held
 
     @property
-    def is_still(self) -> bool:
+    def is_quiescent(self) -> bool:
         """Whether no other process may be writing, which one may begin after this one has opened it."""
         return self.is_writer or Description.read(self.path).is_clean
 
@@ -297,8 +299,8 @@ class Directory:
         Raises:
             OSError: the disk is full. Nothing has changed then.
         """
-        self.flush(tails=self.index.tails_behind(keep_steps))
-        self.index.let_go(keep_steps)
+        self.flush(tails=self.index.tails_after_evicting(keep_steps))
+        self.index.evict(keep_steps)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
         """Flushes, and lets another process write; rows are read still. Without `keep` they go."""
@@ -318,17 +320,17 @@ class Directory:
                 self._lock.forget()
 
 
-def _forget_beyond(index: EpisodeIndex, rows: HostRows) -> None:
+def _forget_beyond(index: EpisodeIndex, rows: HostEntries) -> None:
     """Removes marks of steps that a killed writer did not publish.
 
     Their numbers are given to other steps from now on.
     """
     marks = rows.marked[0]
-    steps, _, _ = checks.steps_of(marks[:, checks.NUMBER])
-    marks[steps >= index.cursors.repeat(index.entries_per_lane), checks.NUMBER] = 0
+    steps, _, _ = checksums.steps_of(marks[:, checksums.NUMBER])
+    marks[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
 
 
-def _recover(index: EpisodeIndex, rows: HostRows, described: Description) -> None:
+def _recover(index: EpisodeIndex, rows: HostEntries, described: Description) -> None:
     """Fills an index with the rows that are whole, and removes all other marks.
 
     Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
@@ -336,16 +338,16 @@ def _recover(index: EpisodeIndex, rows: HostRows, described: Description) -> Non
 
     Args:
         index: any contents.
-        rows: with marks, see `kernels.checks`.
+        rows: with marks, see `kernels.checksums`.
         described: says which steps don't count any more, and which were flushed.
     """
     marks, k, M = rows.marked[0], index.stack, index.entries_per_lane
-    steps, begins, done = checks.steps_of(marks[:, checks.NUMBER])
+    steps, begins, done = checksums.steps_of(marks[:, checksums.NUMBER])
     place = np.tile(np.arange(M), index.num_envs)
     fits = (steps >= 0) & (steps < MOST) & (place >= k - 1) & (place + 1 < M)
     at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
-    at = at[rows.are_whole(at)]
-    index.clear()
+    at = at[rows.are_intact(at)]
+    index.reset()
     kept = np.zeros(len(marks), bool)
     for lane, flushed in enumerate(described.cursors):
         its = at[at // M == lane]
@@ -353,9 +355,9 @@ def _recover(index: EpisodeIndex, rows: HostRows, described: Description) -> Non
         if not len(its):
             continue
         kept[its] = True
-        ends = np.where(done[its], DONE, GOES_ON)
+        ends = np.where(done[its], DONE, CONTINUES)
         if not done[its[-1]]:
-            ends[-1] = CUT  # who knows what came behind it
+            ends[-1] = SPLIT  # who knows what came behind it
         first = int(steps[its[0]])
         index.set_lane(
             *(lane, steps[its], place[its], begins[its], ends),
@@ -363,7 +365,7 @@ def _recover(index: EpisodeIndex, rows: HostRows, described: Description) -> Non
             tail=first,
         )
     # Where a file has no room every mark is zero: nothing is written there.
-    marks[(marks[:, checks.NUMBER] != 0) & ~kept, checks.NUMBER] = 0
+    marks[(marks[:, checksums.NUMBER] != 0) & ~kept, checksums.NUMBER] = 0
 
 
 def _chosen(steps: np.ndarray, flushed: int, most: int) -> np.ndarray:

@@ -14,9 +14,9 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages.index import invariants
-from trl_storages.kernels import CURSOR, CUT, DONE, FIRST, GOES_ON, LAST, TAIL, draws, streams
+from trl_storages.kernels import CONTINUES, CURSOR, DONE, FIRST, LAST, SPLIT, TAIL, draws, entries
 
-__all__ = ["Changes", "EmptyError", "EpisodeIndex", "Seen"]
+__all__ = ["Changes", "EmptyError", "EpisodeIndex", "Snapshot"]
 
 _NO_STEPS = np.empty(0)
 #: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
@@ -35,10 +35,10 @@ class EmptyError(RuntimeError):
     """Nothing is stored yet, or any more, that could be drawn."""
 
 
-class Seen(NamedTuple):
+class Snapshot(NamedTuple):
     """A snapshot of which steps were live, for `EpisodeIndex.since` to compare with."""
 
-    epoch: int
+    generation: int
     lanes: np.ndarray
     """`[E, 2]` cursors and tails."""
 
@@ -152,7 +152,7 @@ class EpisodeIndex:
         return self.num_envs * self.steps_per_lane
 
     @property
-    def epoch(self) -> int:
+    def generation(self) -> int:
         """A number that changes whenever all rows give way at once."""
         return int(self._epoch[0])
 
@@ -173,7 +173,7 @@ class EpisodeIndex:
     @property
     def is_open(self) -> np.ndarray:
         """`[E]` whether the next step of each lane goes on with the episode of its last one."""
-        return (self.cursors > 0) & (self.ends[self.newest_slots()] == GOES_ON)
+        return (self.cursors > 0) & (self.ends[self.newest_slots()] == CONTINUES)
 
     def newest_slots(self) -> np.ndarray:
         """Returns the slot of the last step of each lane, `[E]`."""
@@ -190,31 +190,31 @@ class EpisodeIndex:
             chosen = np.zeros(self.num_envs, bool)
             chosen[lanes] = True
             is_open &= chosen
-        self.ends[self.newest_slots()[is_open]] = CUT
+        self.ends[self.newest_slots()[is_open]] = SPLIT
 
-    def let_go(self, keep_steps: int = 0) -> None:
+    def evict(self, keep_steps: int = 0) -> None:
         """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
         if not keep_steps:
             self.end_episodes()
             self._epoch[0] += 1
-        self.tails[:] = self.tails_behind(keep_steps)
+        self.tails[:] = self.tails_after_evicting(keep_steps)
 
-    def tails_behind(self, keep_steps: int) -> np.ndarray:
+    def tails_after_evicting(self, keep_steps: int) -> np.ndarray:
         """Returns the oldest live steps `[E]` if all but the last `keep_steps` of each lane were gone."""
         return np.maximum(self.tails, self.cursors - keep_steps)
 
-    def start_over(self) -> None:
+    def evict_to_first_slots(self) -> None:
         """Evicts all steps; those that come are in the first slots of their lanes, with other numbers."""
-        self.let_go()
+        self.evict()
         T, newest = self.steps_per_lane, self.where[self.newest_slots()]
         for lane in np.flatnonzero(self.cursors).tolist():
             # As if all slots up to the end of the lane had been used.
             end = -(-int(self.cursors[lane]) // T) * T
-            place, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([CUT])
+            place, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([SPLIT])
             last, begins = np.array([end - 1]), np.array([True])
             self.set_lane(lane, last, place, begins, ends, first=last[0], tail=end)
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begins anew, without steps."""
         self._epoch[0] += 1
         self._lanes[:] = 0
@@ -258,11 +258,11 @@ class EpisodeIndex:
         """Returns lane, step and slot `[N]` of live steps, and of the newest of a lane without any."""
         return invariants.kept(self.tables)
 
-    def since(self, seen: Seen | None) -> tuple[Changes | None, Seen]:
+    def since(self, seen: Snapshot | None) -> tuple[Changes | None, Snapshot]:
         """Returns what has changed since, None if nothing has, and what is seen now."""
-        now = Seen(int(self._epoch[0]), self._lanes.copy())
-        before = seen or Seen(now.epoch, np.zeros_like(now.lanes))
-        began_anew = before.epoch != now.epoch
+        now = Snapshot(int(self._epoch[0]), self._lanes.copy())
+        before = seen or Snapshot(now.generation, np.zeros_like(now.lanes))
+        began_anew = before.generation != now.generation
         if not began_anew and before.lanes.tobytes() == now.lanes.tobytes():
             return None, now
         return Changes(*draws.changes(self.tables, before.lanes, now.lanes, began_anew)), now
@@ -311,11 +311,11 @@ class EpisodeIndex:
         """
         return _like(slots, draws.bounds(self.tables, np.asarray(slots)))
 
-    def ahead(self, slots: Slots) -> Any:
+    def num_after(self, slots: Slots) -> Any:
         """Returns how many rows of its episode come after each row, `[B]` int64: of the last one 0."""
         return self.bounds(slots)[:, draws.END]
 
-    def behind(self, slots: Slots) -> Any:
+    def num_before(self, slots: Slots) -> Any:
         """Returns how many rows of its episode that are still stored came before each row, `[B]`."""
         found = draws.bounds(self.tables, np.asarray(slots))
         return _like(slots, -np.maximum(found[:, draws.BEGIN], found[:, draws.OLDEST]))
@@ -334,7 +334,7 @@ class EpisodeIndex:
         newest = (self.cursors if cursors is None else cursors)[given // self.steps_per_lane] - 1
         return _like(slots, newest - (newest - given) % self.steps_per_lane)
 
-    def stale(self, slots: Slots, steps: Slots) -> Any:
+    def overwritten(self, slots: Slots, steps: Slots) -> Any:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
 
         Args:
@@ -342,7 +342,7 @@ class EpisodeIndex:
             steps: `[B]` the steps of their lanes that they were when they were drawn.
         """
         found = np.empty(len(slots), bool)
-        streams.is_stale(self.tables, np.asarray(slots), np.asarray(steps), found)
+        entries.find_overwritten(self.tables, np.asarray(slots), np.asarray(steps), found)
         return _like(slots, found)
 
     def shift(self, slots: Slots, steps: Slots) -> Any:
@@ -409,7 +409,7 @@ class EpisodeIndex:
 
     # Episodes
 
-    def episodes(self) -> TensorDict:
+    def table(self) -> TensorDict:
         """Lists the episodes, lane by lane, oldest first.
 
         Returns:

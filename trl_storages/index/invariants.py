@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import CURSOR, CUT, GOES_ON, TAIL, draws
+from trl_storages.kernels import CONTINUES, CURSOR, SPLIT, TAIL, draws
 
 __all__ = ["check", "check_bounds", "kept", "require"]
 
@@ -60,14 +60,14 @@ def check(index: Any) -> None:
     where, episode, ends, spans, _, T, M, k, _ = index
     lane, step, slot = kept(index)
     place, number, end = where[slot] - lane * M, episode[slot], ends[slot]
-    fits = (place >= k - 1) & (place < M - 1) & (end <= CUT)
+    fits = (place >= k - 1) & (place < M - 1) & (end <= SPLIT)
     require("entries lie within their lanes", fits, index, lane, step)
     first, last = spans[lane, number].T
     fits = (first >= 0) & (first <= step) & (step <= last)
     require("each step is one of its episode", fits, index, lane, step)
     # Each step and the one behind it in its lane.
     is_pair, begins = lane[1:] == lane[:-1], (first == step)[1:]
-    goes_on = (number[1:] == number[:-1]) & (end[:-1] == GOES_ON)
+    goes_on = (number[1:] == number[:-1]) & (end[:-1] == CONTINUES)
     is_next = ((number[1:] - number[:-1]) % (T + 1) == 1) & (last == step)[:-1]
     fits = ~is_pair | np.where(begins, is_next, goes_on)
     require("one episode follows another where it ends", fits, index, lane, step)

@@ -11,24 +11,24 @@ Here is what the words of an index mean. An `index` is the tuple of these tables
 - `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
 - `lanes` `[E, 2]`: the steps written, and the oldest live step.
 - T, M, k.
-- `priorities` `[E T]` float32: raw ones, see `kernels.tree`; 0 where none was set.
+- `priorities` `[E T]` float32: raw ones, see `kernels.priority_tree`; 0 where none was set.
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "AGAIN",
+    "CONTINUES",
     "CURSOR",
-    "CUT",
+    "DISCONTINUITY",
     "DONE",
     "ENDS",
     "FIRST",
-    "GAP",
-    "GOES_ON",
     "LANES",
     "LAST",
     "PRIORITIES",
-    "SAME",
+    "SEPARATE",
+    "SHARED",
+    "SPLIT",
     "STACK",
     "STEPS",
     "TAIL",
@@ -41,8 +41,8 @@ WHERE, _, ENDS, _, LANES, STEPS, _, STACK, PRIORITIES = range(9)
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)
 #: Of `ends`.
-GOES_ON, DONE, CUT = range(3)
+CONTINUES, DONE, SPLIT = range(3)
 #: How an observation compares with what the stream ends with. Any but the same is stored as an entry of
 #: its own: one that differs but continues the row before, as with a recurrent state that was computed
 #: anew, or one that lies elsewhere; and one that does not continue it.
-SAME, AGAIN, GAP = range(3)
+SHARED, SEPARATE, DISCONTINUITY = range(3)

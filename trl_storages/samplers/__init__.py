@@ -1,9 +1,9 @@
 """Samplers: which rows a batch consists of."""
 
-from trl_storages.samplers.base import OwnSampler, UniformSampler, layers_of, own_sampler
-from trl_storages.samplers.emphasis import ERESampler, ReturnImprovementEta
+from trl_storages.samplers.base import ReplaySampler, UniformSampler, layers_of, resolve_sampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.samplers.prioritized import REDUCTIONS, PERSampler, checked_priorities
+from trl_storages.samplers.recency import ERESampler, ReturnImprovementEta
 from trl_storages.samplers.sequences import EpisodeSequence
 
 __all__ = [
@@ -11,11 +11,11 @@ __all__ = [
     "ERESampler",
     "EpisodeSequence",
     "HERSampler",
-    "OwnSampler",
     "PERSampler",
+    "ReplaySampler",
     "ReturnImprovementEta",
     "UniformSampler",
     "checked_priorities",
     "layers_of",
-    "own_sampler",
+    "resolve_sampler",
 ]

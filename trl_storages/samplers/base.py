@@ -14,20 +14,27 @@ import torch
 from torchrl.data import RandomSampler, SamplerWithoutReplacement
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments
-from trl_storages._torchrl import refuse_stock
-from trl_storages.arguments import Strict
+from trl_storages import validation
 from trl_storages.index import EpisodeIndex
-from trl_storages.packed import PackedStorage, StorageView
-from trl_storages.states import Adopt, State, entries_of, joined
+from trl_storages.serialization import Adopt, State, entries_of, joined
+from trl_storages.storage import PackedStorage, StorageView
+from trl_storages.torchrl_compat import reject_torchrl_components
+from trl_storages.validation import Strict
 
-__all__ = ["Drawn", "OwnSampler", "UniformSampler", "WrappingSampler", "layers_of", "own_sampler"]
+__all__ = [
+    "Drawn",
+    "ReplaySampler",
+    "UniformSampler",
+    "WrappingSampler",
+    "layers_of",
+    "resolve_sampler",
+]
 
 #: `[B]` int64 slots, and the entries of the batch that go with them, as arrays.
 Drawn = tuple[np.ndarray, dict[Any, np.ndarray]]
 
 
-class OwnSampler(Strict, Sampler):  # type: ignore[misc]
+class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
     """Draws rows of a `PackedStorage`; the base class of the samplers here.
 
     A sampler is never told of writes: it asks the episode index what there is when it draws. So it works
@@ -42,7 +49,7 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
     ran_out = False
 
     @property
-    def layers(self) -> list[OwnSampler]:
+    def layers(self) -> list[ReplaySampler]:
         """The samplers that this one is made of, itself first."""
         return [self]
 
@@ -56,7 +63,7 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
             TypeError: the storage is not a `PackedStorage`.
         """
         return self.sample_view(
-            arguments.instance("storage", storage, PackedStorage).view(), batch_size
+            validation.instance("storage", storage, PackedStorage).view(), batch_size
         )
 
     def sample_view(
@@ -129,7 +136,7 @@ class OwnSampler(Strict, Sampler):  # type: ignore[misc]
 
 def layers_of(sampler: Sampler) -> list[Sampler]:
     """Returns the samplers that a sampler is made of, itself first."""
-    return sampler.layers if isinstance(sampler, OwnSampler) else [sampler]
+    return sampler.layers if isinstance(sampler, ReplaySampler) else [sampler]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +157,7 @@ class _Epoch:
 
     def goes_on(self, index: EpisodeIndex) -> bool:
         """Whether its rows may be those of an index."""
-        if len(self.tails) != index.num_envs or self.number not in (None, index.epoch):
+        if len(self.tails) != index.num_envs or self.number not in (None, index.generation):
             return False
         fits = self.cursors - self.tails <= index.steps_per_lane
         return bool((fits & (self.cursors <= index.cursors)).all())
@@ -174,7 +181,7 @@ _MOST = 2**53
 _NONE = _Epoch(0, np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class UniformSampler(OwnSampler):
+class UniformSampler(ReplaySampler):
     """Draws uniformly over the live rows, exactly, whatever the fill of each lane.
 
     Args:
@@ -191,7 +198,7 @@ class UniformSampler(OwnSampler):
 
     def __init__(self, without_replacement: bool = False) -> None:
         super().__init__()
-        self._is_by_epoch = arguments.flag("without_replacement", without_replacement)
+        self._is_by_epoch = validation.flag("without_replacement", without_replacement)
         # The running epoch, and how many of its rows were drawn or are gone.
         self._epoch, self._num_drawn = _NONE, 0
 
@@ -223,7 +230,7 @@ class UniformSampler(OwnSampler):
                 index.check_filled()
                 has_run_out |= num_found > 0
                 bounds = index.tails.copy(), index.cursors.copy()
-                epoch, at = _Epoch(int(noise[num_found]), *bounds, index.epoch), 0
+                epoch, at = _Epoch(int(noise[num_found]), *bounds, index.generation), 0
             end = min(at + len(noise) - num_found, len(epoch.order))
             found.append(epoch.live_slots(index, at, end))
             num_found, at = num_found + len(found[-1]), end
@@ -248,12 +255,14 @@ class UniformSampler(OwnSampler):
         if not all(isinstance(steps, list) for steps in bounds):
             raise ValueError("the bounds of an epoch must be lists of steps: nothing changed.")
         tails, cursors = (
-            np.array([arguments.integer("a step", step, at_most=_MOST) for step in steps], np.int64)
+            np.array(
+                [validation.integer("a step", step, at_most=_MOST) for step in steps], np.int64
+            )
             for steps in bounds
         )
-        epoch = _Epoch(arguments.integer("seed", seed), tails, cursors)
+        epoch = _Epoch(validation.integer("seed", seed), tails, cursors)
         is_ordered = len(tails) == len(cursors) and (tails <= cursors).all()
-        if not is_ordered or arguments.integer("drawn", drawn) > (cursors - tails).sum():
+        if not is_ordered or validation.integer("drawn", drawn) > (cursors - tails).sum():
             raise ValueError(
                 "an epoch must have as many rows as were drawn of it: nothing changed."
             )
@@ -267,7 +276,7 @@ class UniformSampler(OwnSampler):
         return f"{type(self).__name__}({'without_replacement=True' * self._is_by_epoch})"
 
 
-def own_sampler(sampler: Any) -> Any:
+def resolve_sampler(sampler: Any) -> Any:
     """Returns the sampler to use in the place of one of TorchRL's; any other as it is.
 
     Raises:
@@ -280,8 +289,8 @@ def own_sampler(sampler: Any) -> Any:
         return UniformSampler()
     if type(sampler) is SamplerWithoutReplacement and sampler.shuffle:
         return UniformSampler(without_replacement=True)
-    refuse_stock(sampler)
-    return arguments.instance("sampler", sampler, Sampler, what="a sampler")
+    reject_torchrl_components(sampler)
+    return validation.instance("sampler", sampler, Sampler, what="a sampler")
 
 
 class _OfBase:
@@ -297,7 +306,7 @@ class _OfBase:
         setattr(sampler.base, self._name, value)
 
 
-class WrappingSampler(OwnSampler):
+class WrappingSampler(ReplaySampler):
     """A sampler that changes what its `base` draws.
 
     Args:
@@ -323,18 +332,18 @@ class WrappingSampler(OwnSampler):
 
     @base.setter
     def base(self, base: Any) -> None:
-        base = UniformSampler() if base is None else own_sampler(base)
+        base = UniformSampler() if base is None else resolve_sampler(base)
         what = "a sampler of this library, such as PERSampler, or None for uniform draws"
-        arguments.instance("base", base, OwnSampler, what=what)
+        validation.instance("base", base, ReplaySampler, what=what)
         self._check_base(base)
-        self._base: OwnSampler = base
+        self._base: ReplaySampler = base
         self.num_draws = base.num_draws + self._own_draws
 
-    def _check_base(self, base: OwnSampler) -> None:
+    def _check_base(self, base: ReplaySampler) -> None:
         """Raises if this sampler can't change what `base` draws."""
 
     @property
-    def layers(self) -> list[OwnSampler]:
+    def layers(self) -> list[ReplaySampler]:
         """The samplers that this one is made of, itself first."""
         return [self, *self._base.layers]
 

@@ -18,12 +18,12 @@ import torch
 from tensordict import NestedKey
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from trl_storages import arguments, keys
-from trl_storages.arguments import Checked
+from trl_storages import keys, validation
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
-from trl_storages.packed import PackedStorage, StorageView
-from trl_storages.samplers.base import Drawn, OwnSampler, WrappingSampler
+from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
+from trl_storages.storage import PackedStorage, StorageView
+from trl_storages.validation import Setting
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
 
@@ -41,9 +41,9 @@ def _strategy(name: str, value: Any) -> Any:
     """Returns a strategy, or a mixture of them whose shares sum to 1."""
     if not isinstance(value, Mapping):
         word = value.name if isinstance(value, Enum) else value
-        return arguments.choice(name, word.lower() if isinstance(word, str) else word, GOAL_KINDS)
+        return validation.choice(name, word.lower() if isinstance(word, str) else word, GOAL_KINDS)
     mixture = {
-        _strategy(f"a name of {name}", key): arguments.number(
+        _strategy(f"a name of {name}", key): validation.number(
             f"{name}[{key!r}]", share, at_least=0, at_most=1
         )
         for key, share in value.items()
@@ -57,7 +57,7 @@ def _strategy(name: str, value: Any) -> Any:
 
 
 def _num_goals(name: str, value: Any) -> float:
-    return math.inf if value == math.inf else arguments.integer(name, value)
+    return math.inf if value == math.inf else validation.integer(name, value)
 
 
 class HERSampler(WrappingSampler):
@@ -109,9 +109,9 @@ class HERSampler(WrappingSampler):
     """
 
     _own_draws = 1
-    strategy: Any = Checked(_strategy)
-    num_goals: Any = Checked(_num_goals)
-    discount: Any = Checked(arguments.number, at_least=0, at_most=1)
+    strategy: Any = Setting(_strategy)
+    num_goals: Any = Setting(_num_goals)
+    discount: Any = Setting(validation.number, at_least=0, at_most=1)
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class HERSampler(WrappingSampler):
         goal_key: NestedKey = keys.DESIRED_GOAL,
         base: Sampler | None = None,
     ) -> None:
-        self._goal_key = arguments.root_key("goal_key", goal_key)
+        self._goal_key = validation.root_key("goal_key", goal_key)
         # Where a batch has the goal rows, and says which transitions are relabelled.
         self._entries = keys.goal_entries(self._goal_key)
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
 
-    def _check_base(self, base: OwnSampler) -> None:
+    def _check_base(self, base: ReplaySampler) -> None:
         for layer in base.layers:
             if isinstance(layer, HERSampler) and {*self._entries} & {*layer._entries}:
                 raise ValueError(

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torchrl.data import PrioritizedSampler
 
-from trl_storages import arguments, keys
-from trl_storages.arguments import Checked, warn_caller
-from trl_storages.kernels import tree
-from trl_storages.packed import PackedStorage, StorageView
-from trl_storages.samplers.base import Drawn, OwnSampler
-from trl_storages.states import Adopt, State, entries_of
+from trl_storages import keys, validation
+from trl_storages.kernels import priority_tree
+from trl_storages.samplers.base import Drawn, ReplaySampler
+from trl_storages.serialization import Adopt, State, entries_of
+from trl_storages.storage import PackedStorage, StorageView
+from trl_storages.validation import Setting, warn_caller
 
 __all__ = ["REDUCTIONS", "PERSampler", "Priorities", "checked_priorities"]
 
@@ -37,7 +37,7 @@ _MOST = torch.finfo(torch.float32).max
 _FORGOTTEN = 1000
 
 
-class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
+class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
     """Prioritized experience replay: draws rows in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / Σ_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
@@ -92,11 +92,11 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
     >>> storage.update_tensordict_priority(batch)
     """
 
-    alpha: Any = Checked(arguments.number, at_least=0, at_most=4)
-    beta: Any = Checked(arguments.number, at_least=0, at_most=1)
-    eps: Any = Checked(arguments.number, at_least=1e-12, at_most=1)
-    normalize: Any = Checked(arguments.choice, get_args(Normalization))
-    reduction: Any = Checked(arguments.choice, REDUCTIONS)
+    alpha: Any = Setting(validation.number, at_least=0, at_most=4)
+    beta: Any = Setting(validation.number, at_least=0, at_most=1)
+    eps: Any = Setting(validation.number, at_least=1e-12, at_most=1)
+    normalize: Any = Setting(validation.choice, get_args(Normalization))
+    reduction: Any = Setting(validation.choice, REDUCTIONS)
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
         reduction: str = "max",
     ) -> None:
         # TorchRL's constructor is not called: it builds native trees, and fails where they do not load.
-        self._max_capacity = arguments.integer("max_capacity", max_capacity, at_least=1)
+        self._max_capacity = validation.integer("max_capacity", max_capacity, at_least=1)
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
         self._priorities: Priorities | None = None
@@ -185,7 +185,7 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
     def parsed(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         (largest,) = entries_of("PERSampler", state, ("largest",))
-        largest = arguments.optional(arguments.number, "largest", largest, at_most=_MOST)
+        largest = validation.optional(validation.number, "largest", largest, at_most=_MOST)
 
         def adopt() -> None:
             self._priorities, self._largest = None, largest
@@ -214,8 +214,8 @@ class PERSampler(OwnSampler, PrioritizedSampler):  # type: ignore[misc]
                 slots. Nothing is changed then.
             TypeError, IndexError: the slots are not numbers of slots.
         """
-        storage.place.check_writer()
-        at = arguments.slots(slots).numpy().reshape(-1)
+        storage.backend.check_writer()
+        at = validation.slots(slots).numpy().reshape(-1)
         values = checked_priorities(priority, len(at))
         known = self.priorities_of(storage.view())
         if steps is None:
@@ -272,11 +272,11 @@ class Priorities:
         self.can_set = view.is_exclusive
         # What was seen of them, and the number of updates until then.
         self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
-        self.starts = tree.level_starts(index.capacity)
-        self._every_leaf = tree.every_leaf(self.starts)
+        self.starts = priority_tree.level_starts(index.capacity)
+        self._every_leaf = priority_tree.every_leaf(self.starts)
         self.sums = np.zeros(self.starts[-1])
         self._least: np.ndarray | None = None
-        # What was taken in of the index, a `Seen`.
+        # What was taken in of the index, a `Snapshot`.
         self._seen: Any = None
         if largest is None or not self.can_set:
             largest = self._largest_of(index.live_slots().numpy())
@@ -301,7 +301,7 @@ class Priorities:
         changes, seen = self.index.since(self._seen)
         if changes is not None:
             nothing = np.zeros(len(changes.gone))
-            tree.set_leaves(self.sums, self.starts, False, changes.gone, nothing)
+            priority_tree.set_leaves(self.sums, self.starts, False, changes.gone, nothing)
             self._set_least(changes.gone)
             self._take_in(changes.new)
         self._seen = seen
@@ -317,7 +317,7 @@ class Priorities:
             return
         of_weights = self.of_new, self.alpha, self.eps
         table = self.sums, self.starts
-        tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.can_set)
+        priority_tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.can_set)
         self._set_least(slots)
         if self.can_set:
             self.index.num_updates[0] += 1
@@ -327,7 +327,7 @@ class Priorities:
         """Sets the weights of some rows in the tree of least ones, if there is one."""
         if self._least is not None:
             weights = self.sums[self.starts[-2] + slots]
-            tree.set_leaves(self._least, self.starts, True, slots, weights)
+            priority_tree.set_leaves(self._least, self.starts, True, slots, weights)
 
     def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
         """Sets priorities `[B]` float32 of rows that were drawn as `steps` of their lanes.
@@ -341,7 +341,7 @@ class Priorities:
         kept = np.empty(len(slots), np.int64)
         # Until the weights follow, the count differs from what was seen.
         self.index.num_updates[0] += 1
-        count, largest = tree.report(self.index.tables, slots, steps, priority, kept)
+        count, largest = priority_tree.report(self.index.tables, slots, steps, priority, kept)
         if count < 0:
             self.index.num_updates[0] -= 1
             most = self.index.capacity
@@ -371,17 +371,19 @@ class Priorities:
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
             # The newest that the tree knows: another process may be writing.
-            tree.newest_ranges(self._seen.lanes, self.index.steps_per_lane, window, ranges)
+            priority_tree.newest_ranges(self._seen.lanes, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
-        total = tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
+        total = priority_tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges
 
     def least(self, ranges: np.ndarray) -> float:
         """Returns the least weight within ranges of leaves."""
         if self._least is None:
             self._least, every = np.full(len(self.sums), np.inf), np.arange(self.index.capacity)
-            tree.set_leaves(self._least, self.starts, True, every, self.sums[self.starts[-2] :])
-        return tree.least_within(self._least, self.starts, ranges)
+            priority_tree.set_leaves(
+                self._least, self.starts, True, every, self.sums[self.starts[-2] :]
+            )
+        return priority_tree.least_within(self._least, self.starts, ranges)
 
 
 def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
@@ -390,13 +392,13 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
     Raises:
         ValueError: one is negative or not finite, or there is another number of them.
     """
-    given = arguments.values("priority", priority).detach()
+    given = validation.values("priority", priority).detach()
     values = given.float().cpu().numpy().reshape(-1)
     if len(values) not in (1, num_rows):
         raise ValueError(
             f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
         )
-    if not tree.are_priorities(values):
+    if not priority_tree.are_priorities(values):
         if (least := values[~np.isnan(values)].min(initial=0)) < 0:
             what = f"must be at least 0, got {least:g}: pass td_error.abs()"
         else:

@@ -12,8 +12,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.data.replay_buffers.sample_units import Sequence
 
-from trl_storages import arguments, keys
-from trl_storages.packed import PackedStorage, StorageView
+from trl_storages import keys, validation
+from trl_storages.storage import PackedStorage, StorageView
 
 __all__ = ["Boundary", "EpisodeSequence"]
 
@@ -70,12 +70,12 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         self, length: int, burn_in: int = 0, bootstrap: int = 0, *, boundary: Boundary = "pad"
     ) -> None:
         #: "pad", "fit" or "cross".
-        self.boundary: str = arguments.choice("boundary", boundary, _THEIR_NAMES)
+        self.boundary: str = validation.choice("boundary", boundary, _THEIR_NAMES)
         super().__init__(
-            arguments.integer("length", length, at_least=1),
+            validation.integer("length", length, at_least=1),
             episode_boundary=_THEIR_NAMES[self.boundary],
-            burn_in=arguments.integer("burn_in", burn_in),
-            bootstrap=arguments.integer("bootstrap", bootstrap),
+            burn_in=validation.integer("burn_in", burn_in),
+            bootstrap=validation.integer("bootstrap", bootstrap),
         )
 
     @property
@@ -145,13 +145,13 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
         Reference: Kapturowski et al. 2019 (R2D2), section 2.3.
         """
-        discount = arguments.number("discount", discount, at_least=0, at_most=1)
-        arguments.tensordict("batch", batch)
+        discount = validation.number("discount", discount, at_least=0, at_most=1)
+        validation.tensordict("batch", batch)
         is_valid, begins, reward, is_over = (
             self._behind_burn_in(batch, key)
             for key in (keys.VALIDITY_MASK, keys.IS_INIT, keys.REWARD, keys.TERMINATED)
         )
-        if arguments.tensor("values", values).shape != is_valid.shape:
+        if validation.tensor("values", values).shape != is_valid.shape:
             raise ValueError(
                 f"values must be {list(is_valid.shape)}, of the rows behind the burn-in, got "
                 f"{list(values.shape)}."

@@ -1,7 +1,7 @@
 """Transforms of sampled batches."""
 
 from trl_storages.transforms.audit import RelabelAudit
-from trl_storages.transforms.base import ReplayTransform, parts_of
+from trl_storages.transforms.base import ReplayTransform, transforms_in
 from trl_storages.transforms.flatten_goal import FlattenGoal
 from trl_storages.transforms.gym import gym_reward, gym_terminated
 from trl_storages.transforms.n_step import NStep
@@ -17,5 +17,5 @@ __all__ = [
     "goal_values",
     "gym_reward",
     "gym_terminated",
-    "parts_of",
+    "transforms_in",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_storages import arguments
+from trl_storages import validation
 
 __all__ = ["RelabelAudit"]
 
@@ -39,7 +39,7 @@ class RelabelAudit:
         return not len(self.slots)
 
     def __str__(self) -> str:
-        rows = arguments.counted(self.num_rows, "row")
+        rows = validation.counted(self.num_rows, "row")
         if self.passed:
             return f"reward_fn agrees with the stored rewards on all {rows}."
         differs = f"reward_fn differs from the stored reward on {len(self.slots):,} of {rows}"

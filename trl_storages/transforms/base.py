@@ -7,10 +7,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages.arguments import Strict
-from trl_storages.packed import BatchRows
+from trl_storages.storage import BatchRows
+from trl_storages.validation import Strict
 
-__all__ = ["ReplayTransform", "parts_of"]
+__all__ = ["ReplayTransform", "transforms_in"]
 
 
 class ReplayTransform(Strict, Transform):  # type: ignore[misc]
@@ -53,12 +53,12 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
         )
 
 
-def parts_of(transform: Transform) -> list[Transform]:
+def transforms_in(transform: Transform) -> list[Transform]:
     """Returns the transforms of a `Compose`, flattened; any other transform as a list of one."""
     if not isinstance(transform, Compose):
         return [transform]
     parts: list[Transform] = []
     # The public accessors of a module take several times as long.
     for part in transform._modules["transforms"]._modules.values():
-        parts += parts_of(part) if isinstance(part, Compose) else [part]
+        parts += transforms_in(part) if isinstance(part, Compose) else [part]
     return parts

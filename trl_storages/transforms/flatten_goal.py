@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite, TensorSpec, Unbounded
 from torchrl.envs.transforms import CatTensors
 
-from trl_storages import arguments, keys
+from trl_storages import keys, validation
 
 __all__ = ["FlattenGoal"]
 
@@ -61,14 +61,14 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         del_keys: bool = False,
     ) -> None:
         parts = [
-            arguments.key("observation_key", observation_key),
-            arguments.key("achieved_goal_key", achieved_goal_key),
-            arguments.key("desired_goal_key", desired_goal_key),
+            validation.key("observation_key", observation_key),
+            validation.key("achieved_goal_key", achieved_goal_key),
+            validation.key("desired_goal_key", desired_goal_key),
         ]
         super().__init__(
             parts,
-            arguments.key("out_key", out_key),
-            del_keys=arguments.flag("del_keys", del_keys),
+            validation.key("out_key", out_key),
+            del_keys=validation.flag("del_keys", del_keys),
             sort=False,
         )
         self._shapes: list[torch.Size] | None = None
@@ -88,14 +88,14 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         Returns:
             `[*B, F]`.
         """
-        arguments.mapping("parts", parts, "a mapping or TensorDict with the parts")
-        batch_dims = arguments.optional(arguments.integer, "batch_dims", batch_dims)
+        validation.mapping("parts", parts, "a mapping or TensorDict with the parts")
+        batch_dims = validation.optional(validation.integer, "batch_dims", batch_dims)
         is_tensordict = isinstance(parts, TensorDictBase)
         there = [*(parts.keys(include_nested=True) if is_tensordict else parts)]
         missing = [key for key in self.in_keys if key not in there]
         if missing:
             raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(there, key=str)}.")
-        values = [arguments.values(repr(key), parts[key]) for key in self.in_keys]
+        values = [validation.values(repr(key), parts[key]) for key in self.in_keys]
         if batch_dims is None:
             batch_dims = parts.batch_dims if is_tensordict else max(values[1].ndim - 1, 0)
         shapes = [value.shape[batch_dims:] for value in values]
@@ -120,7 +120,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
                 "FlattenGoal does not know how to split a vector before it has joined one: pass "
                 "observation_space."
             )
-        arguments.tensor("flat", flat)
+        validation.tensor("flat", flat)
         sizes = [shape.numel() for shape in self._shapes]
         if not flat.ndim or flat.shape[-1] != sum(sizes):
             raise ValueError(
@@ -141,7 +141,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Joins the parts at the root and under `next`."""
-        arguments.tensordict("tensordict", tensordict)
+        validation.tensordict("tensordict", tensordict)
         tensordict = self._call(tensordict)
         following = tensordict.get("next", None)
         if following is not None:
@@ -167,7 +167,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
 
     def _learn_space(self, space: Any) -> None:
         what = f"a gymnasium Dict or a TorchRL Composite with {self.in_keys}"
-        arguments.instance("observation_space", space, (Dict, Composite), what=what)
+        validation.instance("observation_space", space, (Dict, Composite), what=what)
         try:
             parts = [reduce(getitem, keys.key_path(key), space) for key in self.in_keys]
         except KeyError as error:

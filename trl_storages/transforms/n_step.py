@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
-from trl_storages import arguments, keys
-from trl_storages.arguments import Checked
+from trl_storages import keys, validation
+from trl_storages.entries.device import sent
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
-from trl_storages.packed import BatchRows
-from trl_storages.streams.device_rows import sent
+from trl_storages.storage import BatchRows
 from trl_storages.transforms.base import ReplayTransform
+from trl_storages.validation import Setting
 
 __all__ = ["NStep"]
 
 
 def _next_key(name: str, value: Any) -> NestedKey:
-    found = arguments.key(name, value)
+    found = validation.key(name, value)
     if found[0] != "next":
         raise ValueError(f"{name} must lie under 'next', got {found!r}.")
     return found
@@ -89,11 +89,11 @@ class NStep(ReplayTransform):
     NStep(n_step=5, discount=0.98)
     """
 
-    n_step: Any = Checked(arguments.integer, at_least=1)
-    discount: Any = Checked(arguments.number, at_least=0, at_most=1)
-    reward_key: Any = Checked(_next_keys)
-    terminated_key: Any = Checked(_next_key)
-    steps_to_next_obs_key: Any = Checked(arguments.key)
+    n_step: Any = Setting(validation.integer, at_least=1)
+    discount: Any = Setting(validation.number, at_least=0, at_most=1)
+    reward_key: Any = Setting(_next_keys)
+    terminated_key: Any = Setting(_next_key)
+    steps_to_next_obs_key: Any = Setting(validation.key)
 
     def __init__(
         self,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from tensordict import NestedKey
 
-from trl_storages import arguments, keys
-from trl_storages.arguments import Unsaved, warn_caller
+from trl_storages import keys, validation
 from trl_storages.functional import relabelled_dtype
-from trl_storages.packed import BatchRows, PackedStorage, Rows
+from trl_storages.storage import BatchRows, PackedStorage, Rows
 from trl_storages.transforms.audit import RelabelAudit
 from trl_storages.transforms.base import ReplayTransform
+from trl_storages.validation import Unsaved, warn_caller
 
 __all__ = ["GoalFunction", "GoalRelabel", "goal_values"]
 
@@ -81,8 +81,8 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
-    reward_fn: Any = Unsaved(partial(arguments.optional, arguments.function), _WHAT)
-    terminated_fn: Any = Unsaved(partial(arguments.optional, arguments.function), _WHAT)
+    reward_fn: Any = Unsaved(partial(validation.optional, validation.function), _WHAT)
+    terminated_fn: Any = Unsaved(partial(validation.optional, validation.function), _WHAT)
 
     def __init__(
         self,
@@ -101,16 +101,16 @@ class GoalRelabel(ReplayTransform):
     ) -> None:
         super().__init__()
         if goal_key is None:
-            arguments.function("reward_fn", reward_fn, _WHAT)
+            validation.function("reward_fn", reward_fn, _WHAT)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
-        self._info_keys = tuple(arguments.keys("info_keys", info_keys))
+        self._info_keys = tuple(validation.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self._info_keys):
             raise ValueError("reward_fn must be given with terminated_fn and info_keys, got None.")
         # The process that is to audit, None once it has.
-        self._auditor = os.getpid() if arguments.flag("audit", audit) else None
-        achieved = arguments.root_key("achieved_goal_key", achieved_goal_key)
-        self._desired = arguments.root_key("desired_goal_key", desired_goal_key)
-        self._goal_key = arguments.optional(arguments.root_key, "goal_key", goal_key)
+        self._auditor = os.getpid() if validation.flag("audit", audit) else None
+        achieved = validation.root_key("achieved_goal_key", achieved_goal_key)
+        self._desired = validation.root_key("desired_goal_key", desired_goal_key)
+        self._goal_key = validation.optional(validation.root_key, "goal_key", goal_key)
         #: Where goals are written now and under `next`, where they come from, and where a batch has them.
         written = self._goal_key or self._desired
         if achieved in (written, self._desired):
@@ -121,10 +121,10 @@ class GoalRelabel(ReplayTransform):
         self._written = written, keys.next_key(written)
         self._achieved = keys.next_key(achieved)
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key)
-        self._reward_key = arguments.key("reward_key", reward_key)
-        self._done_key = arguments.key("done_key", done_key)
-        self._terminated_key = arguments.key("terminated_key", terminated_key)
-        self._truncated_key = arguments.key("truncated_key", truncated_key)
+        self._reward_key = validation.key("reward_key", reward_key)
+        self._done_key = validation.key("done_key", done_key)
+        self._terminated_key = validation.key("terminated_key", terminated_key)
+        self._truncated_key = validation.key("truncated_key", truncated_key)
 
     @property
     def goal_key(self) -> NestedKey:
@@ -222,7 +222,7 @@ class GoalRelabel(ReplayTransform):
         Raises:
             RuntimeError: there are no rows, or no `reward_fn`.
         """
-        num_rows = arguments.integer("num_rows", num_rows, at_least=1)
+        num_rows = validation.integer("num_rows", num_rows, at_least=1)
         if self.reward_fn is None:
             raise RuntimeError(
                 "there is no reward_fn to audit, this GoalRelabel leaves the rewards."

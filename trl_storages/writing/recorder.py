@@ -13,12 +13,12 @@ import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import NestedKey, unravel_key
 
-from trl_storages import arguments, keys
-from trl_storages.packed.storage import PackedStorage
-from trl_storages.states import Adopt, State, array, entries_of
-from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
-from trl_storages.writing.lanes import Places, all_lanes
+from trl_storages import keys, validation
+from trl_storages.entries.layout import Block, Layout
+from trl_storages.serialization import Adopt, State, array, entries_of
+from trl_storages.storage.packed_storage import PackedStorage
+from trl_storages.writing.routing import Routing, all_lanes
+from trl_storages.writing.spaces import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
 from trl_storages.writing.staging import StepRows
 
 __all__ = ["Recorder"]
@@ -53,7 +53,7 @@ class Recorder:
     ) -> None:
         self.num_envs = num_envs
         self.autoreset_mode = _mode(autoreset_mode)
-        self.info_keys = arguments.keys("info_keys", info_keys)
+        self.info_keys = validation.keys("info_keys", info_keys)
         self._paths = {key: _path(key, self.info_keys) for key in self.info_keys}
         self._choices = choices or {}
         self._none = np.zeros(num_envs, bool)
@@ -104,7 +104,7 @@ class Recorder:
         if lanes is not None:
             if not len(lanes):
                 return None
-            places = Places(lanes, np.arange(len(lanes) + 1), lanes)
+            places = Routing(lanes, np.arange(len(lanes) + 1), lanes)
         return made.block(places), made.layout, made.same
 
     def _resets(self, made: StepRows) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +205,7 @@ def _mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
     names = [item.value for item in AutoresetMode]
-    return AutoresetMode(arguments.choice("autoreset_mode", mode, names))
+    return AutoresetMode(validation.choice("autoreset_mode", mode, names))
 
 
 # The infos of a vector hold arrays `[E, ...]`, or dictionaries of them, each with a mask `_name` that

@@ -13,10 +13,10 @@ import torch
 from tensordict import NestedKey, is_tensor_collection
 
 from trl_storages import keys
-from trl_storages._torchrl import InferenceMode, copy_all
-from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import NUMPY_TO_TORCH, OUTCOME_FIELDS, TORCH_TO_NUMPY, as_field
-from trl_storages.writing.lanes import Places
+from trl_storages.entries.layout import Block, Layout
+from trl_storages.torchrl_compat import InferenceMode, copy_all
+from trl_storages.writing.routing import Routing
+from trl_storages.writing.spaces import NUMPY_TO_TORCH, OUTCOME_FIELDS, TORCH_TO_NUMPY, as_field
 
 __all__ = ["Rows", "Staging", "StepRows", "entries_in", "is_same"]
 
@@ -67,7 +67,7 @@ class Staging:
             if field.stack:
                 self.views[field.key] = layout.frames_of(field, rows)
 
-    def block(self, places: Places, cut: np.ndarray | None = None) -> Block:
+    def block(self, places: Routing, cut: np.ndarray | None = None) -> Block:
         """Returns the rows as a block, valid until others are filled in.
 
         Args:

@@ -14,12 +14,12 @@ import torch
 from tensordict import NestedKey, unravel_key
 
 from trl_storages import keys
-from trl_storages.kernels import DONE, GOES_ON
+from trl_storages.entries.fields import NAMES
+from trl_storages.entries.layout import Block, Layout
+from trl_storages.kernels import CONTINUES, DONE
 from trl_storages.kernels.draws import BEGIN, NEWEST
-from trl_storages.packed.storage import PackedStorage
-from trl_storages.streams.fields import NAMES
-from trl_storages.streams.layout import Block, Layout
-from trl_storages.writing.fields import OUTCOME_FIELDS
+from trl_storages.storage.packed_storage import PackedStorage
+from trl_storages.writing.spaces import OUTCOME_FIELDS
 from trl_storages.writing.staging import Staging
 
 __all__ = ["Transfer", "matched"]
@@ -148,7 +148,7 @@ class Transfer:
         """Returns the lanes that were written whose last episode has to end here."""
         newest = np.append(self._oldest[1:], len(self.slots)) - 1
         is_open = np.zeros(len(self.slots), bool)
-        is_open[newest] = self.keeps_lanes & (self._ends[newest] == GOES_ON)
+        is_open[newest] = self.keeps_lanes & (self._ends[newest] == CONTINUES)
         written = np.unique(self._lanes)
         return written[~is_open[self._last[written]]]
 

@@ -15,15 +15,15 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torchrl.data.replay_buffers.writers import Writer
 
-from trl_storages import arguments
 from trl_storages import keys as default_keys
-from trl_storages._torchrl import refuse_stock
-from trl_storages.arguments import Lanes, named_lanes, warn_caller
-from trl_storages.packed.storage import PackedStorage
-from trl_storages.states import Adopt, State, array, entries_of
-from trl_storages.streams.arena import Arena
-from trl_storages.streams.layout import Block, Layout, nested_sizes
-from trl_storages.writing.lanes import Places, all_lanes, in_order, num_steps_of, route
+from trl_storages import validation
+from trl_storages.entries.arena import Arena
+from trl_storages.entries.layout import Block, Layout, nested_sizes
+from trl_storages.serialization import Adopt, State, array, entries_of
+from trl_storages.storage.packed_storage import PackedStorage
+from trl_storages.torchrl_compat import reject_torchrl_components
+from trl_storages.validation import Lanes, lane_numbers, warn_caller
+from trl_storages.writing.routing import Routing, all_lanes, in_lane_order, num_steps_of, route
 from trl_storages.writing.staging import Rows, entries_in, is_same
 from trl_storages.writing.transfer import Transfer, matched
 
@@ -71,11 +71,11 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         on_gap: str = "cut",
     ) -> None:
         super().__init__()
-        self.num_envs = E = arguments.integer("num_envs", num_envs, at_least=1)
-        self.done_key = arguments.key("done_key", done_key)
-        self.traj_key = arguments.key("traj_key", traj_key)
-        self.keys = None if keys is None else arguments.keys("keys", keys)
-        self.on_gap = arguments.choice("on_gap", on_gap, ("cut", "ignore"))
+        self.num_envs = E = validation.integer("num_envs", num_envs, at_least=1)
+        self.done_key = validation.key("done_key", done_key)
+        self.traj_key = validation.key("traj_key", traj_key)
+        self.keys = None if keys is None else validation.keys("keys", keys)
+        self.on_gap = validation.choice("on_gap", on_gap, ("cut", "ignore"))
         # Of the last write, to be filled again.
         self._rows: Rows | None = None
         self._shared: Arena | None = None
@@ -147,11 +147,11 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 knows no lanes.
             ValueError: it is too small, or holds the rows of another number of lanes.
         """
-        refuse_stock(storage)
-        arguments.instance("storage", storage, PackedStorage, what="a PackedStorage")
+        reject_torchrl_components(storage)
+        validation.instance("storage", storage, PackedStorage, what="a PackedStorage")
         for buffer in storage._attached_entities:
-            refuse_stock(buffer.sampler)
-        storage.divide(self.num_envs)
+            reject_torchrl_components(buffer.sampler)
+        storage.set_num_lanes(self.num_envs)
         self._resumed_at = self.write_count if len(storage) else -1
         super().register_storage(storage)
 
@@ -177,7 +177,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
         """
-        found, batch = entries_in(arguments.tensordict("data", data)), data.batch_size
+        found, batch = entries_in(validation.tensordict("data", data)), data.batch_size
         if not batch.numel():
             raise ValueError(f"there must be steps to write, got a batch {[*batch]}.")
         rows = self._rows_for(data, found, batch)
@@ -204,12 +204,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             slots = slots[torch.from_numpy(places.order.argsort())]
         return slots if len(batch) == 1 else slots.view(batch)
 
-    def _places(self, rows: Rows, lanes: Lanes, numbers: np.ndarray | None) -> Places:
+    def _places(self, rows: Rows, lanes: Lanes, numbers: np.ndarray | None) -> Routing:
         """Returns where rows go, which may have the numbers of their trajectories."""
         E, batch = self.num_envs, rows.batch
         if lanes is not None:
-            which = np.array(named_lanes(lanes, E), np.int64)
-            return in_order(which, num_steps_of(batch, len(which)))
+            which = np.array(lane_numbers(lanes, E), np.int64)
+            return in_lane_order(which, num_steps_of(batch, len(which)))
         if numbers is None or len(batch) != 1:
             return all_lanes(E, num_steps_of(batch, E))
         return route(
@@ -278,7 +278,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             self._warned_of_lost = True
             warn_caller(f"the storage has no fields for {lost}, which are left out: {hint}")
 
-    def _cut(self, numbers: np.ndarray, places: Places) -> np.ndarray:
+    def _cut(self, numbers: np.ndarray, places: Routing) -> np.ndarray:
         """Returns `[N]` where trajectories change, in the order of their places."""
         cut = np.append(False, numbers[1:] != numbers[:-1])
         # The first row of a lane goes on with the lane's last trajectory, or with none.
@@ -330,7 +330,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage = self._storage
         layout.check_stacks(block.words)
         if storage.layout is None:
-            storage.lay_out(layout)
+            storage.set_layout(layout)
         if self._shared is not None or trajectories is not None:
             self._note(block, trajectories)
         cuts_gaps = self.on_gap == "cut" if cuts_gaps is None else cuts_gaps
@@ -365,7 +365,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         newest = torch.from_numpy(index.newest_slots()[block.which[runs]])
         views = layout.views(torch.as_tensor(block.words)[first[runs]])
         for key in same:
-            led_to = storage.rows.take(default_keys.next_key(key), storage.rows.entries_of(newest))
+            led_to = storage.entries.take(
+                default_keys.next_key(key), storage.entries.entries_of(newest)
+            )
             now = views[key].to(led_to.device)
             if not torch.equal(led_to.view(len(now), -1), now.reshape(len(now), -1)):
                 raise ValueError(
@@ -380,7 +382,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             ValueError: fields do not fit. Nothing is written then.
         """
         source, target = other._storage, self._storage
-        target.place.check_writer()
+        target.backend.check_writer()
         transfer = Transfer(source, target)
         if not len(transfer.slots):
             return
@@ -390,7 +392,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             for block, _ in Transfer(source, target).blocks(layout, sources):
                 layout.check_stacks(block.words)
         if target.layout is None:
-            target.lay_out(layout)
+            target.set_layout(layout)
         if transfer.keeps_lanes and not len(target):
             transfer.number_steps()
         priorities = source.episodes.priorities[transfer.slots]
@@ -442,7 +444,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             ValueError, TypeError: the state is not that of such a writer.
         """
         count, lanes = entries_of("EpisodeWriter", state, ("write_count", "lanes"))
-        count = arguments.integer("write_count", count)
+        count = validation.integer("write_count", count)
         lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:

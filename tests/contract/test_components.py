@@ -1,0 +1,367 @@
+"""What a storage does beside drawing: seeds, parameters, prefetching, slices, whole episodes."""
+
+import math
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from contract.lanes import HISTORIES, Lanes, ends
+from contract.make import PLACES, assemble, library, make
+from contract.steps import Player, assert_batches, assert_same, ids_of, record, reward_fn, rows
+from scipy import stats
+from torchrl.data import RandomSampler
+from torchrl.envs.transforms import Transform
+
+GoalRelabel, HERSampler, NStep = library.GoalRelabel, library.HERSampler, library.NStep
+each_history = pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+
+
+@pytest.mark.requirement("devices")
+class TestSeeds:
+    @pytest.mark.parametrize(
+        "kind", ["uniform", "n-step", "recency", "hindsight", "prioritized", "all"]
+    )
+    def test_the_same_batches_in_every_place(self, kind):
+        """Of one seed, also after priorities were handed back."""
+        drawn = []
+        for where in PLACES:
+            storage = make(kind, place=where, lanes=2, size=24, batch_size=16, seed=3)
+            lanes, batches = Lanes(24, 2), []
+            for _ in range(4):
+                lanes.write(storage, [ends([4], 3), ends([2, 2], 3)])
+                batch = storage.sample()
+                storage.update_tensordict_priority(batch, batch["next", "reward"].abs())
+                batches.append(batch)
+            drawn.append(torch.stack(batches))
+        for batches in drawn[1:]:
+            assert_batches(batches, drawn[0])
+
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    def test_another_seed_draws_others(self, kind):
+        """Whatever the global generator does."""
+        batches = []
+        for number, seed in enumerate((0, 0, 1)):
+            storage = make(kind, size=40, seed=seed, batch_size=32)
+            Lanes(40).write(storage, [ends([9, 9, 9])])
+            torch.manual_seed(number)
+            batch = storage.sample()
+            batches.append([ids_of(batch).tolist(), batch["desired_goal"].tolist()])
+        assert batches[0] == batches[1]
+        assert all(one != other for one, other in zip(*batches[1:], strict=True))
+
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    @pytest.mark.parametrize("prefetch", [1, 3])
+    def test_prefetch_draws_the_same(self, prefetch, kind):
+        """Whole episodes too, which wait for the batches that are drawn ahead."""
+        ahead, plain = (make(kind, size=40, batch_size=8, prefetch=n) for n in (prefetch, 0))
+        for storage in (ahead, plain):
+            Lanes(40).write(storage, [ends([9, 9, 9])])
+        batches = []
+        for number in range(24):
+            batches += [plain.sample() for _ in range(1 + prefetch - len(batches))]
+            assert_batches(ahead.sample(), batches.pop(0))
+            if number % 3:
+                assert_batches(ahead.sample_episodes(2), plain.sample_episodes(2))
+        ahead.shutdown()
+
+
+@pytest.mark.requirement("live-parameters")
+class TestLiveParameters:
+    """What is set between two samples holds from the next one on."""
+
+    def make(self, kind, **options):
+        storage, lanes = make(kind, size=40, batch_size=200, **options), Lanes(40)
+        lanes.write(storage, [ends([5, 9, 3, 6], 4)])
+        return storage, lanes
+
+    def test_num_goals(self):
+        storage, _ = self.make("all")
+        for num_goals in (4, 0, 1, math.inf, 9):
+            storage.num_goals = num_goals
+            share = 1 if num_goals == math.inf else num_goals / (num_goals + 1)
+            assert int(storage.sample()["her_mask"].sum()) == math.floor(200 * share)
+            assert storage.num_goals == num_goals
+
+    def test_strategy(self):
+        storage, lanes = self.make("hindsight")
+        for strategy in ("final", "future", {"final": 0.5, "current": 0.5}, "random"):
+            storage.strategy = strategy
+            names = [strategy] if isinstance(strategy, str) else [*strategy]
+            batch = storage.sample()
+            batch = batch[batch["her_mask"]]
+            for step, goal in zip(
+                lanes.of(batch), lanes.reaching(batch["desired_goal"]), strict=True
+            ):
+                assert any(goal in lanes.goals(step, name) for name in names)
+
+    def test_alpha_and_beta(self):
+        storage, lanes = self.make("prioritized", beta=1.0)
+        batch = storage.sample()
+        storage.update_tensordict_priority(batch, batch["next", "reward"].abs() + 0.1)
+        storage.beta = 0.0
+        assert (storage.sample()["priority_weight"] == 1).all()
+        storage.beta = 1.0
+        assert (storage.sample()["priority_weight"] < 1).any()
+        storage.alpha = 0.0
+        assert (storage.sample()["priority_weight"] == 1).all()
+        counts = Counter(number for _ in range(30) for number in ids_of(storage.sample()).tolist())
+        assert stats.chisquare([counts[step.id] for step in lanes.live()]).pvalue > 1e-4
+
+    def test_eta_and_c_min(self):
+        storage, lanes = self.make("recency", eta=0.9, c_min=3)
+        for eta, c_min, size in ((0.9, 3, 3), (0.9, 8, 8), (1.0, 3, 27), (0.99, 1, 1)):
+            storage.eta, storage.c_min = eta, c_min
+            storage.sampler.begin_phase(1)
+            assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
+
+    def test_the_reward_function(self):
+        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+        storage = assemble(40, sampler=HERSampler(num_goals=math.inf), transform=relabel)
+        Lanes(40).write(storage, [ends([5, 9])])
+        relabel.reward_fn = lambda achieved, goal, _: torch.full((len(goal),), 7.0)
+        assert (storage.sample()["next", "reward"] == 7).all()
+
+
+@pytest.mark.requirement("episodes")
+@each_history
+def test_whole_episodes_are_drawn_uniformly(history):
+    storage = assemble(history.size, history.lanes)
+    lanes = history.write(storage)
+    whole = lanes.whole_episodes()
+    if not whole:
+        with pytest.raises(RuntimeError, match="finished"):
+            storage.sample_episodes(3)
+        return
+    batch = storage.sample_episodes(60 * len(whole))
+    mask = batch["collector", "mask"]
+    counts = Counter(ids_of(batch)[:, 0].tolist())
+    assert set(counts) == set(whole)
+    assert len(whole) == 1 or stats.chisquare([*counts.values()]).pvalue > 1e-4
+    assert batch.shape == (60 * len(whole), max(map(len, whole.values())))
+    for episode, is_there in zip(batch, mask, strict=True):
+        expected = rows(whole[int(ids_of(episode)[0])])
+        assert int(is_there.sum()) == len(expected)
+        assert_same(episode[: len(expected)], expected)
+        padding = episode.exclude("index", ("collector", "mask"))[len(expected) :]
+        assert not any(value.any() for value in padding.values(True, True))
+    for _ in range(9):  # most are cut
+        lanes.end_episodes(storage)
+        lanes.write(storage, [[False]] * history.lanes)
+    if whole := lanes.whole_episodes():
+        assert {int(ids_of(storage.sample_episodes(1))[0, 0]) for _ in range(99)} == {*whole}
+
+
+@pytest.mark.requirement("slices")
+class TestSlices:
+    @each_history
+    def test_in_time_order(self, history):
+        storage = assemble(history.size, history.lanes)
+        lanes = history.write(storage)
+        found = ids_of(storage[:]).tolist()
+        assert sorted(found) == sorted(step.id for step in lanes.live())
+        for lane in range(history.lanes):
+            expected = [step.id for step in lanes.live_of(lane)]
+            assert [number for number in found if number in expected] == expected
+        assert ids_of(storage[2:5]).tolist() == found[2:5]
+        assert ids_of(storage[-3:]).tolist() == found[-3:]
+
+    def test_a_slice_may_be_written_elsewhere(self):
+        history = HISTORIES["wrapped"]
+        storage, other = assemble(history.size), assemble(history.size)
+        history.write(storage)
+        other.extend(storage[:])
+        assert_same(other[:], storage[:])
+
+    def test_fields_of_the_step_may_be_rewritten(self, place):
+        """Rewards of a learned model; never flags or observations."""
+        storage, lanes = assemble(24, 2, place=place), Lanes(24, 2)
+        index = lanes.write(storage, [ends([4], 3)] * 2).flatten()
+        before = storage[index]
+        reward = torch.arange(3.0).unsqueeze(1)
+        effort = torch.rand(3, 1).double()
+        if place == "directory":
+            with pytest.raises(TypeError, match="directory"):
+                storage.rewrite(index[2:5], {("next", "reward"): reward})
+            assert_same(storage[index], before)
+            return
+        # Of rows that are named twice the last value counts.
+        twice = index[[2, 2, 3, 4]]
+        storage.rewrite(twice, {("next", "reward"): torch.cat([reward[1:2], reward])})
+        storage.rewrite(index[2:5], {("next", "effort"): effort})
+        expected = storage[index]  # a clone of tensordict's has no -0.0
+        expected["next", "reward"][2:5], expected["next", "effort"][2:5] = reward, effort
+        assert_same(storage[index], expected)
+        storage.rewrite(index[2:5].tolist(), {("next", "effort"): effort})
+        for mask in (index == index[2], index[2:5].double()):
+            with pytest.raises(TypeError, match="integers"):
+                storage.rewrite(mask, {("next", "effort"): effort})
+        for key in ("observation", ("next", "done"), ("next", "achieved_goal"), "unknown"):
+            value = before.get(key, reward)[2:5]
+            with pytest.raises((ValueError, KeyError)):
+                storage.rewrite(index[2:5], {key: value})
+        for wrong in (reward[:2], reward.double()):
+            with pytest.raises(ValueError, match="reward"):
+                storage.rewrite(
+                    index[2:5], {("next", "effort"): effort + 1, ("next", "reward"): wrong}
+                )
+        assert_same(storage[index], expected)
+
+
+@pytest.mark.requirement("clear")
+class TestEmpty:
+    @pytest.mark.parametrize("kind", ["uniform", "all"])
+    def test_everything_is_as_in_a_fresh_storage(self, place, kind):
+        fresh, emptied = (make(kind, place=place, lanes=2, size=24, batch_size=8) for _ in range(2))
+        Lanes(24, 2).write(emptied, [ends([4, 4], 9)] * 2)
+        for _ in range(9):
+            emptied.empty()
+        assert len(emptied) == emptied.write_count == 0
+        batches = []
+        for storage in (fresh, emptied):
+            Lanes(24, 2).write(storage, [ends([4], 3)] * 2)
+            batch = storage.sample()
+            storage.update_tensordict_priority(batch, batch["next", "reward"].abs())
+            batches.append([batch, storage.sample()])
+        for one, other in zip(*batches, strict=True):
+            assert_batches(one, other)
+
+    @pytest.mark.parametrize("keep_steps", [1, 3, 99])
+    def test_the_last_steps_of_each_lane_stay(self, place, keep_steps):
+        history = HISTORIES["unequal fill"]
+        storage = assemble(history.size, history.lanes, place=place)
+        lanes = history.write(storage)
+        storage.empty(keep_steps=keep_steps)
+        kept = [step for lane in (0, 1) for step in lanes.live_of(lane)[-keep_steps:]]
+        assert sorted(ids_of(storage[:]).tolist()) == sorted(step.id for step in kept)
+        fill = [sum(step.lane == lane for step in kept) for lane in (0, 1)]
+        assert storage.episodes.fill.tolist() == fill
+        lanes.write(storage, [[False, False]] * 2)
+        assert len(storage) == min(len(kept) + 4, 24)
+
+
+@pytest.mark.requirement("generation")
+@pytest.mark.parametrize(("num_batches", "epochs"), [(5, 1), (2, 3), (0, 2), (3, 0)])
+def test_batches(num_batches, epochs):
+    storages = [make(size=40, batch_size=8) for _ in range(2)]
+    for storage in storages:
+        Lanes(40).write(storage, [ends([9, 9])])
+    found = [*storages[0].batches(num_batches, 6, epochs=epochs)]
+    assert [batch.shape for batch in found] == [(6,)] * (num_batches * epochs)
+    for batch in found:
+        assert_batches(batch, storages[1].sample(6))
+
+
+def test_rows_that_do_not_come():
+    """For those that come, see the readers."""
+    (cancelled := threading.Event()).set()
+    for options in ({"timeout": 0.01}, {"cancel_event": cancelled}):
+        with pytest.raises(TimeoutError):
+            make().sample(wait=True, **options)
+
+
+@pytest.mark.requirement("generation")
+@pytest.mark.parametrize(("prefetch", "has_goals"), [(0, False), (3, False), (0, True)])
+def test_an_iteration_ends_with_the_epoch(prefetch, has_goals):
+    """Also within a batch, of which the first row alone is of the old one."""
+    sampler, transform = library.UniformSampler(without_replacement=True), None
+    if has_goals:
+        sampler, transform = HERSampler(base=sampler), GoalRelabel(lambda goal, *_: goal[:, 0])
+    storage = assemble(40, batch_size=4, sampler=sampler, transform=transform, prefetch=prefetch)
+    lanes = Lanes(40)
+    lanes.write(storage, [ends([5, 3])])
+    for _ in range(3):
+        epoch = [step for _, it in zip(range(9), storage, strict=False) for step in lanes.of(it)]
+        assert Counter(epoch) == dict.fromkeys(lanes.live(), 1)
+    storage.synchronize()
+    lanes.write(storage, [ends([], 1)])
+    while len(batches := [*storage]) != 3:
+        assert len(batches) == 2  # drawn ahead, of before
+    storage.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        storage.sample()
+
+
+def test_only_the_named_lanes_are_cut(place):
+    storage, lanes = assemble(40, 2, place=place), Lanes(40, 2)
+    for named, length in ((None, 2), ([1], 3), ([False, True], 4)):
+        if named:
+            storage.end_episodes(named)
+        lanes.write(storage, [ends([], length)] * 2)
+    listed = storage.episodes.table()
+    assert listed["lane"].tolist() == [0, 1, 1, 1]
+    assert listed["length"].tolist() == [9, 2, 3, 4]
+
+
+class Tripled(Transform):
+    """Rewards are stored times three, and drawn as they were."""
+
+    def _call(self, data):
+        return data.set(("next", "reward"), data["next", "reward"] / 3)
+
+    forward = _call
+
+    def _inv_call(self, data):
+        return data.set(("next", "reward"), data["next", "reward"] * 3)
+
+
+@pytest.mark.parametrize("way", ["extend", "add", "record"])
+@pytest.mark.parametrize("is_appended", [False, True])
+def test_what_is_written_goes_through_the_inverse_of_transforms(way, is_appended, place):
+    transform = None if is_appended else Tripled()
+    storage, player = make(place=place, transform=transform, batch_size=32), Player()
+    if is_appended:
+        storage.append_transform(Tripled())
+    steps = player.play([4])
+    for step in steps:
+        if way == "record":
+            record(storage, [step], "goals")
+        else:
+            data = rows([step])
+            storage.add(data[0]) if way == "add" else storage.extend(data)
+    expected = rows(steps)
+    reward = expected["next", "reward"]
+    assert torch.equal(storage[:]["next", "reward"], reward * 3)
+    drawn, ids = storage.sample(), ids_of(expected).tolist()
+    at = [ids.index(number) for number in ids_of(drawn).tolist()]
+    torch.testing.assert_close(drawn["next", "reward"], reward[at])
+
+
+def test_explain():
+    history = HISTORIES["lanes"]
+    relabel = GoalRelabel(reward_fn, info_keys=["effort"])
+    storage = assemble(
+        history.size, history.lanes, sampler=HERSampler("final"), transform=[relabel, NStep(2)]
+    )
+    lanes = history.write(storage)
+    batch = storage.sample(40)
+    said, steps = storage.explain(batch), lanes.of(batch)
+    assert len(said) == 40
+    assert said["lane"].tolist() == [step.lane for step in steps]
+    assert said["step"].tolist() == [lanes.episode(step).index(step) for step in steps]
+    assert said["length"].tolist() == [len(lanes.episode(step)) for step in steps]
+    assert torch.equal(said["relabelled"], batch["her_mask"])
+    assert torch.equal(said["steps"], batch["steps_to_next_obs"].squeeze(-1))
+    for offset, mask, step in zip(said["goal_offset"], batch["her_mask"], steps, strict=True):
+        assert offset == (len(lanes.onward(step)) - 1 if mask else 0)
+
+
+@pytest.mark.requirement("nothing-crosses")
+class TestOwnSampler:
+    class Drawing(RandomSampler):
+        """Draws what it is told."""
+
+        def sample(self, storage, batch_size):
+            return self.index, {}
+
+    @pytest.mark.parametrize("wrong", [10**9, -1, None], ids=["beyond", "negative", "free"])
+    def test_slots_are_of_live_rows(self, place, wrong):
+        storage, lanes = assemble(24, 2, place=place, sampler=self.Drawing()), Lanes(24, 2)
+        index = lanes.write(storage, [ends([4], 3)] * 2).flatten()
+        if wrong is None:
+            wrong = next(slot for slot in range(24) if slot not in index.tolist())
+        storage.sampler.index = torch.cat([index[:2], torch.tensor([wrong])])
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            storage.sample(3)
+        storage.sampler.index = index[[3, 1, 1]]
+        assert lanes.of(storage.sample(3)) == [lanes.lanes[0][at] for at in (3, 1, 1)]

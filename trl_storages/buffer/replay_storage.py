@@ -1,0 +1,978 @@
+"""A replay buffer over streams of observations: rows are recorded or extended, drawn, transformed.
+
+Letters: B batch, E lanes (environments), L of them that are written, T steps, N rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs.transforms import Compose, Transform
+
+from trl_storages import keys, validation
+from trl_storages.buffer.explain import Explanation, explain, reduce_priorities, sampled_priorities
+from trl_storages.buffer.sampling import Prefetcher, SamplingPipeline, draw_episodes, read
+from trl_storages.buffer.state import (
+    Parameter,
+    component_states,
+    parsed,
+    prepare_load_components,
+    resume,
+)
+from trl_storages.directory.files import ProcessLock
+from trl_storages.entries.layout import Block, Layout
+from trl_storages.index import EmptyError
+from trl_storages.keys import have_next
+from trl_storages.samplers import (
+    EpisodeSequence,
+    PERSampler,
+    UniformSampler,
+    checked_priorities,
+    layers_of,
+    resolve_sampler,
+)
+from trl_storages.serialization import State, from_json, to_json
+from trl_storages.storage import dumps
+from trl_storages.storage.packed_storage import PackedStorage
+from trl_storages.torchrl_compat import (
+    UnsupportedMethods,
+    dispatch_td_nn_modules,
+    reject_torchrl_components,
+)
+from trl_storages.transforms import NStep, transforms_in
+from trl_storages.validation import Lanes, Strict, lane_numbers, renamed
+from trl_storages.writing.recorder import Recorder
+from trl_storages.writing.writer import EpisodeWriter
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from typing_extensions import Self
+
+__all__ = ["ReplayStorage"]
+
+_OF_STORAGE = (
+    "storage=PackedStorage(max_size), or a preset such as UniformReplayStorage(storage_size=)"
+)
+# What to use -> keywords of other libraries and of the presets.
+_SYNONYMS = {_OF_STORAGE: "buffer_size capacity max_capacity max_length max_size size storage_size"}
+# Seconds between two looks of a draw that waits for rows.
+_PAUSE = 0.005
+
+
+class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
+    """A `TensorDictReplayBuffer` over lanes of episodes, whose transforms see the rows that are drawn.
+
+    TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
+    never reaches the transform that must write it. Here each `ReplayTransform` reads them, and further
+    rows of the storage, and everything runs under the storage's locks, on one consistent state.
+
+    Args:
+        storage: holds the rows.
+        num_envs: E, the number of lanes; None takes that of the writer, else of the storage.
+        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
+            `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
+            one of your own must return slots of live rows.
+        writer: how rows are written; None makes `EpisodeWriter(num_envs)`.
+        transform: applied to each batch; TorchRL's, but `MultiStepTransform` and `CatFrames`, or
+            functions of a batch.
+        sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
+        batch_size: B; None requires it with each `sample`.
+        recorder: how `record` reads a step; None takes the fields from the first step.
+        prefetch: number of batches to draw ahead in a background thread. A fork copies the locks of
+            threads as they are: make the storage in the process that samples.
+        generator: of the draws, on the CPU; None uses torch's default one.
+        priority_key: entry of written steps, and of batches, that holds their priorities.
+        pin_memory: whether batches are in pinned memory.
+        shared: whether to `share()` at once.
+        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend_options: `remote_config` and `ray_init_config` of that actor.
+
+    Raises:
+        TypeError: a part is TorchRL's own and knows no episodes; the message names the one to use.
+        ValueError: the writer does not fit the storage, or the sampler has no room for its rows.
+
+    >>> from tensordict import TensorDict
+    >>> from trl_storages import NStep, PackedStorage
+    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
+    >>> outcome = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    >>> path = torch.rand(5, 2)
+    >>> after = {"observation": path[1:], **outcome, "terminated": outcome["done"]}
+    >>> storage.extend(TensorDict({"observation": path[:-1], "next": after}, [4])).tolist()
+    [0, 1, 2, 3]
+    >>> storage.sample()["next", "reward"].shape
+    torch.Size([3, 1])
+    """
+
+    # What the constructor of TorchRL's buffers sets, as its other methods read it.
+    shared, priority_key, dim_extend = False, "td_error", 0
+    _initialized, _delayed_init, _service_shutdown = True, False, False
+    _accepts_transport_backend, _is_epoch_over = False, False
+    _process_lock: ProcessLock | None = None
+    _rng: torch.Generator | None = None
+    # How many batches this object has sampled, and transitions in them.
+    _num_batches, _num_sampled = 0, 0
+    # The way of a batch; None until it is asked for, or if a part of it has changed.
+    _flow: SamplingPipeline | None = None
+
+    n_step = Parameter("n of the n-step returns, of `NStep`.")
+    discount = Parameter(
+        "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "
+        "differ, that of the returns is read, and both are set."
+    )
+    alpha = Parameter("How strongly priorities count, of `PERSampler`.")
+    beta = Parameter("How far importance weights correct for priorities, of `PERSampler`.")
+    normalize = Parameter("Whose largest weight is 1, of `PERSampler`.")
+    eps = Parameter("What is added to priorities, of `PERSampler`.")
+    eta = Parameter("Recency strength, of `ERESampler`.")
+    c_min = Parameter("The smallest window of recent rows, of `ERESampler`.")
+    num_goals = Parameter("Relabelled transitions for each one as stored, of `HERSampler`.")
+    strategy = Parameter("Where goals come from, of `HERSampler`.")
+
+    @renamed(_SYNONYMS)
+    def __init__(
+        self,
+        *,
+        storage: PackedStorage,
+        num_envs: int | None = None,
+        sampler: Any = None,
+        writer: EpisodeWriter | None = None,
+        transform: Transform | Callable[..., Any] | None = None,
+        sample_unit: EpisodeSequence | None = None,
+        batch_size: int | None = None,
+        recorder: Recorder | None = None,
+        prefetch: int | None = None,
+        generator: torch.Generator | None = None,
+        priority_key: NestedKey = "td_error",
+        pin_memory: bool = False,
+        shared: bool = False,
+        service_backend: str | None = None,
+        service_backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        # TorchRL's metaclass sees to the backend.
+        reject_torchrl_components(storage, writer, sample_unit)
+        validation.instance("storage", storage, PackedStorage)
+        validation.optional(validation.instance, "writer", writer, EpisodeWriter)
+        validation.optional(validation.instance, "recorder", recorder, Recorder)
+        validation.optional(validation.instance, "sample_unit", sample_unit, EpisodeSequence)
+        self._replay_lock = threading.RLock()
+        if writer is None:
+            writer = EpisodeWriter(storage.episodes.num_envs if num_envs is None else num_envs)
+        elif num_envs not in (None, writer.num_envs):
+            raise ValueError(
+                f"num_envs must be that of the writer, {writer.num_envs}, got {num_envs}."
+            )
+        self._storage, self._writer = storage, writer
+        self._recorder = Recorder(writer.num_envs) if recorder is None else recorder
+        self._batch_size = validation.optional(
+            validation.integer, "batch_size", batch_size, at_least=1
+        )
+        self.priority_key = validation.key("priority_key", priority_key)
+        self._pin_memory = validation.flag("pin_memory", pin_memory)
+        self._unit = sample_unit
+        self._sampler = resolve_sampler(UniformSampler() if sampler is None else sampler)
+        self.set_rng(generator)
+        self._transform = transform if isinstance(transform, Compose) else Compose()
+        reject_torchrl_components(*transforms_in(self._transform.eval()))
+        if not isinstance(transform, Compose | None):
+            self.append_transform(transform)
+        prefetch = validation.integer("prefetch", prefetch or 0)
+        if prefetch and batch_size is None:
+            raise ValueError("batch_size must be given with prefetch, got None.")
+        self._prefetch_queue = Prefetcher(self._draw_ahead, prefetch)
+        writer.register_storage(storage)
+        if (prioritized := self._prioritized) is not None:
+            prioritized.priorities_of(storage.view())
+        self.share(shared)
+        # A directory is made when all else has been checked.
+        storage.prepare()
+        resume(self)
+
+    @classmethod
+    def _ServiceClass(  # noqa: N802  (TorchRL's name)
+        cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
+    ) -> Any:
+        # Imported here, as what is in an actor is a storage itself.
+        from trl_storages.buffer import remote
+
+        validation.choice("service_backend", service_backend, ("direct", "ray"))
+        options |= service_backend_options
+        return remote.StorageHandle(*args, replay_buffer_cls=remote.in_actor(cls), **options)
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, mode: str = "r+", check: bool = False, **options: Any
+    ) -> Self:
+        """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
+
+        A ready-made storage is opened by making it again, with its `path`.
+
+        Args:
+            path: what was the `path` of a storage.
+            mode: "r+" goes on writing, as the only writer; "r" reads what another process may be writing.
+            check: whether each row is checked, as by `validate`; after an unclean end each is.
+            **options: as in the constructor: sampler, transform, batch_size, generator, ...
+
+        Raises:
+            FileNotFoundError: the directory holds no storage.
+            ValueError: it is damaged, or of another format.
+            RuntimeError: it has another writer.
+        """
+        rows = PackedStorage(None, path=path, mode=mode)
+        try:
+            if check:
+                rows.validate()
+            opened = cls.__new__(cls)
+            ReplayStorage.__init__(opened, storage=rows, **options)
+        except BaseException:
+            rows.close()
+            raise
+        return opened
+
+    # What there is
+
+    @property
+    def episodes(self) -> Any:
+        """Which rows there are, and in which episodes: an `EpisodeIndex`."""
+        return self._storage.episodes
+
+    @property
+    def sample_unit(self) -> EpisodeSequence | None:
+        """Expands drawn rows, such as `EpisodeSequence`; None draws single rows."""
+        return self._unit
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds a row, so that the next write evicts the oldest."""
+        return bool(self.episodes.is_full)
+
+    def components(self) -> list[Any]:
+        """Returns the samplers and the transforms."""
+        return [*layers_of(self._sampler), *transforms_in(self._transform)]
+
+    @property
+    def _prioritized(self) -> Any:
+        return _prioritized(self._sampler)
+
+    @property
+    def _write_lock(self) -> AbstractContextManager[Any]:
+        lock = self._process_lock
+        return nullcontext() if lock is None else lock.hold()
+
+    def __len__(self) -> int:
+        with self._replay_lock:
+            return len(self._storage.view().episodes)
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
+        validation.optional(validation.integer, "batch_size", batch_size, at_least=1)
+        return len(self) > 0
+
+    def __repr__(self) -> str:
+        parts = [self._storage, self._sampler, self._writer, *transforms_in(self._transform)]
+        lines = "".join(f"\n    {part}," for part in parts)
+        return f"{type(self).__name__}({lines}\n    batch_size={self._batch_size})"
+
+    # Writing
+
+    def extend(
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        lanes: Lanes = None,
+        update_priority: bool | None = None,
+    ) -> torch.Tensor:
+        """Writes steps.
+
+        Args:
+            tensordicts: `[T]` or `[]` for one lane, `[L, T]` (time last) or `[L]` (one step each) for
+                several; or rows `[N]` of any trajectories, see `EpisodeWriter`.
+            lanes: the L distinct lanes to write, as numbers or as a mask; None is all of them.
+            update_priority: whether to use the entry `priority_key`, if present, as the rows' priority;
+                None is True.
+
+        Returns:
+            int64 slots of the batch size of the steps.
+
+        Raises:
+            ValueError, KeyError, TypeError: the steps do not fit, a priority is negative or not finite,
+                or next observations are missing and `n_step` exceeds 1. Nothing is written then.
+        """
+        validation.optional(validation.flag, "update_priority", update_priority)
+        data = self._inverse(validation.tensordict("tensordicts", tensordicts))
+        if data is None:
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
+        sampler: Any = None if update_priority is False else self._prioritized
+        priority = None if sampler is None else data.get(self.priority_key, None)
+        if priority is not None:
+            priority = reduce_priorities(priority, data.numel(), sampler.reduction)
+            priority = checked_priorities(priority, data.numel())
+        layout = self._storage.layout
+        if layout is None or not layout.has_next:
+            for part in self.components():
+                if isinstance(part, NStep):
+                    part.check_next(have_next(data.keys(True, True)))
+        with self._replay_lock, self._write_lock:
+            slots = self._writer.extend(data, lanes=lanes)
+            if priority is not None:
+                sampler.set_priorities(self._storage, slots, priority)
+        return slots
+
+    def add(self, data: TensorDictBase, *step: Any) -> torch.Tensor:
+        """Writes one step: a transition `[]` of a single lane, or `[E]` of all lanes.
+
+        Args:
+            data: the step.
+            *step: for a message; `record` takes the values of a step one by one.
+
+        Returns:
+            int64 slots of the batch size of `data`.
+
+        Raises:
+            TypeError: `data` is not a single TensorDict.
+        """
+        if step:
+            raise TypeError(
+                f"add() takes one TensorDict, got {1 + len(step)} values. Use record(observations, "
+                "actions, rewards, terminateds, truncateds, infos, next_observations)."
+            )
+        return self.extend(data)
+
+    def record(
+        self,
+        observations: Any,
+        actions: Any,
+        rewards: Any,
+        terminateds: Any,
+        truncateds: Any,
+        infos: Any,
+        next_observations: Any,
+    ) -> torch.Tensor | None:
+        """Writes one step of a plain gymnasium loop.
+
+        Args:
+            observations: the observations the actions were chosen for: an array, or a dict of them;
+                `[E, ...]` for a vector environment, without the leading dimension for a single one.
+            actions: the actions taken.
+            rewards: as returned by `step`, like all that follow.
+            terminateds: whether the state is terminal.
+            truncateds: whether the episode was truncated, as by a time limit.
+            infos: gymnasium's dict.
+            next_observations: as returned, possibly the first observation of the next episode;
+                `autoreset_mode` says where the final one is found.
+
+        Returns:
+            int64 slots of the written rows; None if every lane was only being reset, or if a transform
+            withheld the rows.
+
+        Raises:
+            ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
+        """
+        step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
+        with self._replay_lock, self._write_lock:
+            rows, slots = self._recorder.read(step, self._storage), None
+            if rows is not None:
+                changes = self._current_flow().others
+                block, layout, same = rows
+                if changes:
+                    slots = self._put(block, layout)
+                else:
+                    slots = self._writer.append(block, layout, None, same)
+        return slots
+
+    def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
+        """Writes a recorded step through the inverse of the transforms."""
+        rows = self._inverse(layout.tensordict(torch.from_numpy(block.words.copy())))
+        return None if rows is None else self._writer.extend(rows, lanes=block.which.tolist())
+
+    def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
+        """Applies the inverse of the transforms; None if one withholds the rows."""
+        if not self._current_flow().others:
+            return data
+        with dispatch_td_nn_modules(True):
+            return self._transform.inv(data)
+
+    def extend_from(self, other: ReplayStorage) -> None:
+        """Writes the transitions of another replay buffer, of any size and number of lanes.
+
+        Episodes are copied one after another, oldest first, in chunks of some megabytes. Their ends,
+        splits and priorities are kept. With equally many lanes each transition stays in its lane, and
+        running episodes continue; otherwise each episode goes to the lane with the fewest transitions,
+        and running episodes are split. If this replay buffer is empty and of the same size and number
+        of lanes, it samples with the same seed the same transitions as the other one.
+
+        Args:
+            other: a replay buffer, such as `ReplayStorage.open(path, mode="r")`. Fields are matched by
+                name, and infos at its root also to fields under `next`; a warning names those left out.
+
+        Raises:
+            ValueError: fields are missing, or have another dtype or shape. Nothing is written then.
+            TypeError: `other` is no `ReplayStorage`.
+        """
+        if validation.instance("other", other, ReplayStorage) is self:
+            raise ValueError("other must be another replay buffer, got this one.")
+        own, its = self._prioritized, other._prioritized
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), other._replay_lock, other._write_lock:
+            if its is not None:
+                its.priorities_of(other._storage.view())  # new transitions get their priorities
+            with self._replay_lock, self._write_lock:
+                self._writer.extend_from(other._writer)
+                if self._writer.num_envs == other._writer.num_envs:
+                    self._recorder.parsed(other._recorder.state())()
+                if own is not None and its is not None:
+                    largest = max(it.state()["largest"] or 0.0 for it in (own, its))
+                    own.load_state_dict({"largest": largest})
+                    own.priorities_of(self._storage.view())
+
+    def end_episodes(self, lanes: Lanes = None) -> None:
+        """Cuts the running episodes of some lanes, or of all: their next rows begin new ones.
+
+        For loops that reset their environments before an episode ends. An environment that gymnasium
+        resets in its next step has ended already: cut then, that step would be stored as a row.
+
+        Args:
+            lanes: numbers, or a mask `[E]`; None is all.
+
+        Raises:
+            ValueError: there is no such lane. Nothing is changed then.
+        """
+        named = [*lane_numbers(lanes, self._writer.num_envs)]
+        with self._replay_lock, self._write_lock:
+            self._storage.end_episodes(named)
+            self._recorder.reset(named)
+
+    def rewrite(self, index: Any, values: Any) -> None:
+        """Overwrites values of the step of some rows, such as rewards; see `PackedStorage.rewrite`."""
+        with self._replay_lock, self._write_lock:
+            self._storage.rewrite(index, values)
+
+    def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
+        """Removes the rows but the last `keep_steps` of each lane, such as the burn-in of a network.
+
+        Args:
+            empty_write_count: whether to reset the write counter.
+            keep_steps: how many of the last steps of each lane stay; their priorities are reset.
+
+        Raises:
+            ValueError: `keep_steps` is negative.
+            OSError: the rows are in a directory, and the disk is full. Nothing is changed then.
+        """
+        empty_write_count = validation.flag("empty_write_count", empty_write_count)
+        keep_steps = validation.integer("keep_steps", keep_steps)
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            self._storage.empty(keep_steps)
+            ahead.clear()
+            self._writer._empty(empty_write_count)
+            self._sampler._empty()
+
+    def share(self, shared: bool = True) -> Self:
+        """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
+
+        Rows, episodes and counters move to memory that forked processes share. One process samples. A
+        lock of the system's lets one process write or sample at a time. It is released when its holder is
+        killed: what was written before is intact, and the others continue. Fork workers while no other
+        thread of this process samples or writes, because a fork copies the locks of threads as they are.
+
+        Returns:
+            itself.
+
+        Raises:
+            RuntimeError: the rows are on a GPU or in a directory, or the platform has no file locks.
+            ValueError: `prefetch` is set.
+        """
+        if validation.flag("shared", shared) and not self.shared:
+            if self._prefetch_queue.number:
+                raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
+            lock = ProcessLock()
+            with self._replay_lock:
+                if (sampler := self._prioritized) is not None:
+                    sampler.load_state_dict(sampler.state())  # the largest may be of no row
+                self._storage.share()
+                self._writer.share()
+                self._process_lock, self.shared = lock, True
+        return self
+
+    # Rows as they were stored
+
+    def __getitem__(self, index: Any) -> Any:
+        """Reads rows as they were stored, without transforms, into new memory.
+
+        Args:
+            index: a slice of the history in time order, oldest row first; or slots, as an int, a list, a
+                mask or an integer tensor of any shape B; or a key, for that entry of the whole history.
+
+        Raises:
+            IndexError: a slot holds no row.
+        """
+        with self._replay_lock, self._write_lock:
+            return read(self._storage, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Raises a RuntimeError: rows are not overwritten in place."""
+        raise RuntimeError("rows are not overwritten in place: write others, or rewrite() a value.")
+
+    # Drawing
+
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *,
+        wait: bool = False,
+        timeout: float | None = None,
+        cancel_event: threading.Event | None = None,
+    ) -> Any:
+        """Draws a batch.
+
+        Args:
+            batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
+            return_info: whether to return the samplers' entries as a dict, too.
+            wait: whether to wait until there are rows.
+            timeout: for how many seconds at most; None waits for ever.
+            cancel_event: ends the wait when it is set.
+
+        Returns:
+            TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
+            other entries; the rows of a `sample_unit` are consecutive.
+
+        Raises:
+            ValueError: `batch_size` is below 1.
+            RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
+                draws goals that no transform writes.
+            TimeoutError: no rows came in time.
+        """
+        if wait:
+            end = math.inf if timeout is None else time.monotonic() + timeout
+            while self.wait_until_sampleable(
+                batch_size, timeout=end - time.monotonic(), cancel_event=cancel_event
+            ):
+                with suppress(EmptyError):  # another process may empty the storage before the draw
+                    return self.sample(batch_size, return_info)
+            raise TimeoutError(f"no batch could be drawn within {timeout} seconds.")
+        size = self._batch_size
+        if batch_size is not None:
+            size = validation.integer("batch_size", batch_size, at_least=1)
+        if self._service_shutdown:
+            raise RuntimeError("a storage that is shut down draws nothing.")
+        if size is None:
+            raise RuntimeError("batch_size must be given to the storage, or to each sample.")
+        if self._prefetch_queue.number and size == self._batch_size:
+            batch, info, self._is_epoch_over = self._prefetch_queue.take()
+        else:
+            if self._prefetch_queue.number:  # so that a seed draws the same
+                self.synchronize()
+            with self._replay_lock, self._write_lock:
+                batch, info = self._sample(size)
+        if self._pin_memory:
+            batch = batch.pin_memory()
+        return (batch, info) if return_info else batch
+
+    def wait_until_sampleable(
+        self,
+        batch_size: int | None = None,
+        *,
+        timeout: float | None = None,
+        cancel_event: threading.Event | None = None,
+    ) -> bool:
+        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        cancelled = threading.Event() if cancel_event is None else cancel_event
+        while not self.can_sample(batch_size):
+            if time.monotonic() >= end or cancelled.wait(_PAUSE):
+                return False
+        return True
+
+    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
+        self._storage.warn_of_size()
+        batch, info = self._current_flow().sample_complete(batch_size)
+        self._count(info[keys.INDEX].numel())
+        return batch, info
+
+    def _count(self, num_sampled: int) -> None:
+        self._num_batches += 1
+        self._num_sampled += num_sampled
+
+    def _current_flow(self) -> SamplingPipeline:
+        flow = self._flow
+        if flow is None or len(flow.transforms) != flow.num_transforms:
+            flow = self._flow = SamplingPipeline(
+                self._storage, self._sampler, self._unit, self._transform
+            )
+        return flow
+
+    def _draw_ahead(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
+        with self._replay_lock, self._write_lock:
+            batch, info = self._sample(self._batch_size)  # type: ignore[arg-type]
+            return batch, info, self._sampler.ran_out
+
+    def sample_share(self, batch_size: int) -> TensorDictBase:
+        """Draws a part of a larger batch: not drawn ahead, its importance weights not normalised."""
+        sampler = self._prioritized
+        with self._replay_lock, self._write_lock:
+            if sampler is None:
+                return self._sample(batch_size)[0]
+            normalize, sampler.normalize = sampler.normalize, "none"
+            try:
+                return self._sample(batch_size)[0]
+            finally:
+                sampler.normalize = normalize
+
+    def sample_episodes(self, n: int) -> TensorDictBase:
+        """Draws whole episodes uniformly: finished ones, no row of which was evicted.
+
+        Returns:
+            TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
+            zeros where `("collector", "mask")` is false, with `index`. Transforms apply, except
+            `ReplayTransform`s. `returns_to_go` computes their returns.
+
+        Raises:
+            ValueError: `n` is below 1.
+            RuntimeError: no finished episode is stored whole.
+        """
+        n = validation.integer("n", n, at_least=1)
+        # Not while others are drawn ahead, so that a seed draws the same.
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            batch = draw_episodes(self._storage, n, self._rng)
+            self._count(batch.numel())
+            with dispatch_td_nn_modules(True):
+                for part in self._current_flow().others:
+                    batch = part(batch)
+            return batch
+
+    def batches(
+        self, num_batches: int, batch_size: int | None = None, epochs: int = 1
+    ) -> Iterator[TensorDictBase]:
+        """Returns an iterator over `num_batches * epochs` batches."""
+        number = validation.integer("num_batches", num_batches) * validation.integer(
+            "epochs", epochs
+        )
+        return (self.sample(batch_size) for _ in range(number))
+
+    def loader(
+        self,
+        num_workers: int = 0,
+        *,
+        batch_size: int | None = None,
+        pin_memory: bool = False,
+        seed: int | None = None,
+        **options: Any,
+    ) -> DataLoader[TensorDictBase]:
+        """Returns a `DataLoader` whose workers draw from the directory while this process writes.
+
+        Each worker has its own seed, and copies of this storage's sampler, sample unit and transforms as
+        they are now. Priorities are set by this storage.
+
+        Args:
+            num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
+                process, and raises as `sample` does while there are none.
+            batch_size: B; None uses the constructor's.
+            pin_memory: whether batches arrive in pinned memory, where there is CUDA.
+            seed: of the workers; None uses torch's default generator.
+            **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
+
+        Raises:
+            RuntimeError: the rows are not in a directory, or none exists yet.
+            ValueError: a number is too small, or no batch size is known.
+        """
+        from trl_storages.buffer import remote
+
+        with self._replay_lock:
+            options |= {"num_workers": num_workers, "pin_memory": pin_memory}
+            return remote.make_loader(self, batch_size, seed, options)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Draws batches, to the end of an epoch if the sampler draws in epochs."""
+        while True:
+            yield self.sample()
+            if self._is_epoch_over if self._prefetch_queue.number else self._sampler.ran_out:
+                return
+
+    def synchronize(self) -> None:
+        """Waits for the batches that are being drawn ahead."""
+        with (ahead := self._prefetch_queue).lock:
+            ahead.finished()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the thread that draws ahead; nothing is drawn afterwards."""
+        self._service_shutdown = True
+        self._prefetch_queue.close()
+
+    # Parts
+
+    def set_sampler(self, sampler: Any) -> Any:
+        """Replaces the sampler; the new one uses this storage's generator. Returns the old one.
+
+        Raises:
+            TypeError: it is a sampler of TorchRL's that knows no lanes. Nothing is changed then.
+            ValueError: it draws by priority, and has room for fewer rows. Nothing is changed then.
+        """
+        sampler = resolve_sampler(sampler)
+        with self._replay_lock, self._write_lock:
+            if (prioritized := _prioritized(sampler)) is not None:
+                prioritized.priorities_of(self._storage.view())
+            previous, self._sampler, self._flow = self._sampler, sampler, None
+            sampler._rng = self._rng
+        return previous
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draws with another generator from now on; None is torch's default one."""
+        validation.optional(validation.instance, "generator", generator, torch.Generator)
+        super().set_rng(generator)
+
+    def append_transform(
+        self, transform: Transform | Callable[..., Any], *, invert: bool = False
+    ) -> Self:
+        """Appends a transform; returns the storage.
+
+        Args:
+            transform: a TorchRL transform, or a function of a batch. Its inverse, if any, is applied to
+                what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
+            invert: whether to swap the directions: forward on writes, inverse on samples.
+        """
+        reject_torchrl_components(
+            *transforms_in(validation.function("transform", transform, "of a batch"))
+        )
+        # A batch that is drawn meanwhile must not see the transforms half changed.
+        with self._replay_lock:
+            super().append_transform(transform, invert=validation.flag("invert", invert))
+        return self
+
+    def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
+        """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
+        index = validation.integer("index", index)
+        reject_torchrl_components(
+            *transforms_in(validation.instance("transform", transform, Transform))
+        )
+        with self._replay_lock:
+            super().insert_transform(index, transform, invert=validation.flag("invert", invert))
+        return self
+
+    # Priorities
+
+    def update_tensordict_priority(
+        self, data: TensorDictBase, priority: torch.Tensor | None = None
+    ) -> None:
+        """Updates the priorities of a drawn batch, from its entry `priority_key` or from `priority`.
+
+        Rows that others have replaced since are skipped. For sequences, each anchor gets its sequence's
+        priority or, with one per row, the largest over its valid learning steps. A no-op if the sampler
+        does not use priorities, so training loops can call it unconditionally.
+
+        Args:
+            data: a sampled batch, or some of its rows, possibly reshaped to sequences by
+                `batch.reshape(-1, num_steps)`; its priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced
+                by the sampler's `reduction`.
+            priority: the priorities, if not an entry of the batch: one per row, shape `[B]`, or `[n, S]`
+                for n sequences of S rows; or one per sequence, `[n]`, as from `sequence_priority`.
+
+        Raises:
+            KeyError: the batch was drawn by priority but holds none, or lacks its `index`.
+            ValueError: a priority is negative or not finite, or the shape does not fit. Nothing is
+                changed then.
+        """
+        validation.tensordict("data", data)
+        if (sampler := self._prioritized) is None:
+            return
+        drawn = sampled_priorities(data, self.priority_key, priority, sampler.reduction)
+        slots, values, steps = drawn
+        with self._replay_lock, self._write_lock:
+            sampler.set_priorities(self._storage, slots, values, steps)
+
+    def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
+        """Sets the priorities of rows by their slots, such as those that `extend` returned.
+
+        For a sampled batch call `update_tensordict_priority`, which skips rows overwritten since the draw
+        and knows sequences.
+
+        Raises:
+            ValueError: a priority is negative or not finite. Nothing is changed then.
+        """
+        if (sampler := self._prioritized) is not None:
+            with self._replay_lock, self._write_lock:
+                sampler.set_priorities(self._storage, index, priority)
+
+    # State
+
+    def state_dict(self) -> State:
+        """Returns all that the next writes and draws depend on: tensors, numbers, text, lists, dicts.
+
+        Batches that were drawn ahead are not part of it.
+        """
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            rest = component_states(self)  # first, as it gives new rows their priorities
+            return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
+
+    def load_state_dict(self, state_dict: State) -> None:
+        """Goes on from what `state_dict` returned, parameters included.
+
+        Raises:
+            ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
+                layout, number of lanes, or with other parts. Nothing is changed then.
+        """
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            adopt = parsed(self, state_dict)
+            ahead.clear()
+            adopt()
+
+    def dumps(self, path: Any) -> None:
+        """Saves what `state_dict` returns as a closed directory. Loading it runs no code.
+
+        An earlier dump there is replaced once this one is on the disk: after an error, a kill or a power
+        cut, one of the two is there.
+
+        Args:
+            path: the directory; it is made if it is not there.
+
+        Raises:
+            RuntimeError: nothing says yet what rows hold, or the directory is open to write.
+            OSError: the disk is full, or the directory holds something else.
+        """
+        path = validation.directory("path", path)
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            self._storage.dumps(path, to_json(component_states(self)))
+
+    def loads(self, path: Any) -> None:
+        """Goes on from what `dumps` saved, parameters included.
+
+        Args:
+            path: the directory.
+
+        Raises:
+            FileNotFoundError: it holds no dump.
+            ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
+                Nothing is changed then.
+        """
+        rows, rest = dumps.read(validation.directory("path", path))
+        self.load_state_dict({"rows": rows, "rest": from_json(rest)})
+
+    # In a directory
+
+    def flush(self) -> None:
+        """Waits until all rows are on the disk, with the state of generator, samplers and recorder.
+
+        They survive a loss of power, unless evicted since.
+
+        What is written survives a kill without it. In memory there is nothing to do.
+
+        Raises:
+            OSError: the disk is full. The rows are there, as after a kill.
+        """
+        with self._replay_lock, self._write_lock:
+            self._storage.flush(to_json(component_states(self)))
+
+    def close(self, *, keep: bool = True) -> None:
+        """Flushes the rows of a directory, and lets another process write. Drawing goes on.
+
+        Args:
+            keep: whether the directory stays; False removes it.
+
+        Raises:
+            OSError: the disk is full. The rows are there, as after a kill.
+        """
+        keep = validation.flag("keep", keep)
+        with self._replay_lock, self._write_lock:
+            self._storage.close(to_json(component_states(self)), keep=keep)
+
+    def __getstate__(self) -> State:
+        """Returns what makes a copy of the storage, with rows of its own."""
+        ahead = self._prefetch_queue
+        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+            state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
+            own: tuple[str, ...] = ("_prefetch_queue", "_flow", "_iterator", "_replay_lock", "_rng")
+            if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
+                own += ("_process_lock", "shared")
+                # As bytes: tensors that are sent to a spawned process must outlive this call.
+                state["rest"] = pickle.dumps(component_states(self))
+        return {name: state[name] for name in state if name not in own}
+
+    def __setstate__(self, state: State) -> None:
+        rest, prefetch = state.pop("rest", None), state.pop("prefetch")
+        self.__dict__.update(state)
+        self._replay_lock = threading.RLock()
+        self._prefetch_queue = Prefetcher(self._draw_ahead, prefetch)
+        if rest is not None:
+            prepare_load_components(self, pickle.loads(rest))()
+
+    # Inspection
+
+    def explain(self, batch: TensorDictBase) -> Explanation:
+        """Reports which row each sample of a batch is and how it was transformed; prints as a table.
+
+        Args:
+            batch: sampled from this storage; its rows must not have been overwritten since.
+
+        Returns:
+            columns of slot, lane, age, episode, step and more, see `buffer.explain`.
+
+        Raises:
+            KeyError: the batch has no `index`.
+            IndexError: some of its rows are no longer stored.
+        """
+        validation.tensordict("batch", batch)
+        with self._replay_lock, self._write_lock:
+            return explain(batch, self.episodes, self._sampler)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Returns numbers to log, such as by TorchRL's `LoggerMonitor`.
+
+        The call changes nothing. With priorities it takes some milliseconds per million transitions.
+
+        Returns:
+            the entries of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
+            `prefetch_queue_size` and `initialized`; and
+
+            - `episodes`: number of episodes that have stored transitions.
+            - `oldest_age`, `mean_age`: age of the stored transitions, in steps of their own environment
+              that were written later; the newest one has age 0.
+            - `batches`, `samples_returned`: number of batches that this object has sampled, and of
+              transitions in them. Prefetched batches and the padding of `sample_episodes` count.
+            - `largest_priority`, `mean_priority`: over the stored transitions, if the sampler uses
+              priorities.
+
+            Ages and priorities of an empty buffer are 0.
+        """
+        with self._replay_lock, self._write_lock:
+            found, view = super().stats(), self._storage.view()
+            fill, sampler = view.episodes.fill, self._prioritized
+            found["episodes"] = view.episodes.num_episodes
+            found["oldest_age"] = int((fill - 1).max(initial=0))
+            found["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
+            found["batches"], found["samples_returned"] = self._num_batches, self._num_sampled
+            if sampler is not None:
+                priorities = sampler.priorities_of(view).by_slot()
+                priorities = priorities[priorities < math.inf]
+                found["largest_priority"] = float(priorities.max(initial=0))
+                found["mean_priority"] = float(priorities.sum() / max(len(priorities), 1))
+        return found
+
+    def validate(self) -> None:
+        """Checks the tables against one another, and in a directory each row.
+
+        Raises:
+            RuntimeError, ValueError: a check failed, or a row is damaged.
+        """
+        with self._replay_lock, self._write_lock:
+            self._storage.validate()
+
+
+def _prioritized(sampler: Any) -> Any:
+    """Returns the layer of a sampler that draws by priority; None if none does."""
+    layer = layers_of(sampler)[-1]
+    return layer if isinstance(layer, PERSampler) else None

@@ -1,0 +1,310 @@
+"""Transitions of a batch, as its transforms see and change them.
+
+Letters: B batch, n transitions of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+
+from trl_storages import validation
+from trl_storages.entries.device import sent, sent_together
+from trl_storages.entries.layout import nest
+from trl_storages.storage.view import StorageView
+
+__all__ = ["BatchRows", "Rows"]
+
+
+class Rows:
+    """Stored transitions: `rows[key]` reads a field, `rows[key] = value` sets it for this batch alone.
+
+    A field is read from the storage when it is first asked for.
+
+    Args:
+        view: the storage, as of the moment at which the batch is sampled.
+        slots: `[*B]` int64, on the host.
+
+    Attributes:
+        slots: as given.
+        device: the device of the fields.
+        is_on_host: whether compiled loops read the entries.
+        episodes: which slots hold which steps of which episodes; it takes slots on the host.
+        changes: the fields that transforms have set, key -> value.
+    """
+
+    def __init__(self, view: StorageView, slots: torch.Tensor) -> None:
+        self._view, self.slots = view, slots
+        self.device, self.episodes, self.is_on_host = view.device, view.episodes, view.is_on_host
+        self.changes: dict[NestedKey, torch.Tensor] = {}
+        self._fetched: dict[NestedKey, torch.Tensor] = {}
+        # The entry of each transition.
+        self._entries: Any = view.locate(slots)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether the transitions have next observations."""
+        return bool(self._view.layout.has_next)
+
+    def __contains__(self, key: NestedKey) -> bool:
+        key = unravel_key(key)
+        return key in self.changes or key in self._fetched or key in self._view.layout
+
+    def __getitem__(self, key: NestedKey) -> torch.Tensor:
+        """Returns a field, `[*B, ...]`.
+
+        Raises:
+            KeyError: there is no such field; the message lists those that there are.
+        """
+        value = self.changes.get(key, self._fetched.get(key))
+        if value is None:
+            key = unravel_key(key)
+            value = self.changes.get(key, self._fetched.get(key))
+        if value is None:
+            value = self._fetched[key] = self._view.entries.take(key, self._entries)
+        return value
+
+    def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
+        """Sets a field of this batch, `[*B, ...]` on `device`.
+
+        Raises:
+            TypeError, ValueError: the value is not a tensor with one value per transition.
+        """
+        size = self.slots.shape
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{key!r} must be a tensor, got {type(value).__name__}.")
+        if value.shape[: len(size)] != size:
+            raise ValueError(
+                f"{key!r} must have one value per transition, shape {[*size, '...']}, got "
+                f"{[*value.shape]}."
+            )
+        self.changes[unravel_key(key)] = value
+
+    def at(self, slots: torch.Tensor) -> Rows:
+        """Returns other transitions, as they are stored.
+
+        Args:
+            slots: `[*]` int64 of valid transitions, such as those of `episodes.shift`.
+
+        Raises:
+            TypeError: the slots are not an int64 tensor.
+            IndexError: a slot holds no valid transition.
+        """
+        if not isinstance(slots, torch.Tensor) or slots.dtype is not torch.int64:
+            raise TypeError(f"slots must be a tensor of int64, got {slots!r}.")
+        slots = slots.cpu()
+        self._view.check_live(slots.reshape(-1))
+        return Rows(self._view, slots)
+
+
+class BatchRows(Rows):
+    """The transitions of a batch, with what the sampler returned for them.
+
+    Whole transitions are gathered when a field is first read, or at the end.
+
+    Args:
+        view: the storage, as of the moment at which the batch is sampled.
+        slots: `[B]` int64, on the host.
+        drawn: entries of the sampler, such as `goal_index`, on the host.
+
+    Attributes:
+        drawn: as given; `rows[key]` returns them on `device`.
+        steps: the transitions whose rewards and flags count: the windows while there are any, else these.
+        window: the n-step window of each transition, `[n, B]`, until `NStep` has computed returns; else
+            None. Beyond the end of an episode a window repeats the episode's last transition.
+        lengths: `[B]` int64, on the host: how many different transitions each window holds.
+        has_returns: whether rewards are n-step returns already.
+    """
+
+    def __init__(
+        self, view: StorageView, slots: torch.Tensor, drawn: Mapping[NestedKey, torch.Tensor]
+    ) -> None:
+        super().__init__(view, slots)
+        self.drawn = drawn
+        self.changes = dict(drawn) if self.is_on_host else sent_together(drawn, self.device)
+        self.steps: Rows = self
+        self.window: Rows | None = None
+        self.lengths: Any = None
+        self.has_returns = False
+        # Pasted fields: key, entries `[B]` of the other transitions, mask, targets and default.
+        self._pasted: list[tuple[Any, ...]] = []
+        # The entries whose next observations the batch gets: those of the last step of each window.
+        self._last_entries = self._entries
+        # The gathered transitions `[B, row_words]`; the batch, once a function of batches was applied.
+        self._gathered: torch.Tensor | None = None
+        self._batch: TensorDictBase | None = None
+
+    def __contains__(self, key: NestedKey) -> bool:
+        key = unravel_key(key)
+        if self._batch is not None:
+            return key in self._batch.keys(True)
+        return key in self.changes or key in self._fetched or key in self._view.layout.by_key
+
+    def __getitem__(self, key: NestedKey) -> torch.Tensor:
+        value = self.changes.get(key, self._fetched.get(key))
+        if value is not None:
+            return value
+        if self._batch is not None:
+            return self._batch[key]
+        if self._gathered is None and unravel_key(key) not in self.changes:
+            self._gather()
+        value = self._fetched.get(key)
+        return super().__getitem__(key) if value is None else value
+
+    def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
+        super().__setitem__(key, value)
+        if self._batch is not None:
+            self._batch[key] = value
+
+    def _gather(self) -> None:
+        """Gathers whole transitions, and pastes into them."""
+        view = self._view
+        self._gathered = view.entries.gather(self._entries, self._last_entries)
+        self._fetched = view.layout.views(self._gathered)
+        for pasted in self._pasted:
+            self._paste(pasted)
+
+    # Next observations of later steps
+
+    def widen(self, num_rows: int) -> None:
+        """Opens the n-step windows; fields under `next` are read from their last transitions.
+
+        Args:
+            num_rows: n, the largest number of transitions of a window.
+
+        Raises:
+            RuntimeError: there are windows already, or fields were read: call it in `prepare`.
+        """
+        if self.window is not None or self._fetched:
+            raise RuntimeError(
+                "windows are opened once, before fields are read: use one NStep; its n_step may be "
+                "changed at any time."
+            )
+        slots, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
+        self.lengths = torch.from_numpy(lengths)
+        self.steps = self.window = Rows(self._view, torch.from_numpy(slots))
+        self._last_entries = self.window._entries[-1]
+
+    def follow(self, slots: torch.Tensor) -> None:
+        """Reads fields under `next` from other transitions.
+
+        Args:
+            slots: `[B]` int64, on the host.
+
+        Raises:
+            RuntimeError: a transform has set a field under `next` already.
+            ValueError: there is another number of slots.
+        """
+        if slots.shape != self.slots.shape:
+            raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
+        self._follow(self._view.locate(slots))
+
+    def follow_window(self, at: torch.Tensor) -> None:
+        """Reads fields under `next` from transition `at` `[B]` of each window, on `device`.
+
+        Raises:
+            RuntimeError: there are no windows, or a transform has set a field under `next` already.
+        """
+        if self.window is None:
+            raise RuntimeError("there are no windows to follow: call widen in prepare.")
+        self._follow(self._view.entries.picked(self.window._entries, at))
+
+    def _follow(self, entries: Any) -> None:
+        for key in self.changes:
+            if key[0] == "next":
+                raise RuntimeError(
+                    f"{key!r} was set for another next observation: set it in rows.steps, or put the "
+                    "transform that sets it after NStep."
+                )
+        self._last_entries, self._gathered, self._fetched = entries, None, {}
+
+    # Fields of other transitions
+
+    def paste(
+        self,
+        targets: Sequence[NestedKey],
+        key: NestedKey,
+        slots: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        default: NestedKey | None = None,
+    ) -> None:
+        """Replaces fields by a field of other transitions where a mask is true.
+
+        Args:
+            targets: the fields that are replaced.
+            key: the field of the other transitions.
+            slots: `[B]` int64 of the other transitions, on the host.
+            mask: `[B]` bool, on the host; elsewhere fields keep their values.
+            default: the field that a target which is not stored equals elsewhere.
+
+        Raises:
+            KeyError: no such field is stored.
+            TypeError: the field is floating, and a target is not.
+            ValueError: the shapes differ.
+            RuntimeError: one of TorchRL's transforms comes before, or one that has set a target.
+        """
+        if self._batch is not None:
+            raise RuntimeError(
+                "goals must be written before TorchRL's transforms: put these after."
+            )
+        if not self.changes.keys().isdisjoint(targets):
+            raise RuntimeError(
+                f"a transform has set {targets}: put it after the one that writes goals."
+            )
+        pasted = key, self._view.locate(slots), mask, tuple(targets), default
+        # Kept, as `follow` gathers again.
+        self._pasted.append(pasted)
+        if self._gathered is not None:
+            self._paste(pasted)
+
+    def _paste(self, pasted: tuple[Any, ...]) -> None:
+        """Pastes into gathered transitions, or next to them where their fields have no room."""
+        key, at, mask, targets, default = pasted
+        entries = self._view.entries
+        if entries.paste(self._gathered, key, at, mask, targets):
+            return
+        values = entries.take(key, at)
+        chosen = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
+        for target in targets:
+            before = self[target if target in self._fetched else default or target]
+            if values.is_floating_point() and not before.is_floating_point():
+                raise TypeError(
+                    f"{target!r} must be floating as {key!r} is, got {before.dtype}: values would be "
+                    "truncated."
+                )
+            if values.shape != before.shape:
+                raise ValueError(
+                    f"{key!r} must have the shape of {target!r}, {[*before.shape[1:]]}, got "
+                    f"{[*values.shape[1:]]}."
+                )
+            self._fetched[target] = torch.where(chosen, values.to(before.dtype), before)
+
+    # The batch
+
+    def transform(self, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Applies a function of batches, such as one of TorchRL's transforms.
+
+        Raises:
+            RuntimeError: an `NStep` comes after it, whose rewards the function would not see.
+            TypeError: the function does not return a TensorDict.
+        """
+        if self.window is not None:
+            raise RuntimeError(
+                f"{type(function).__name__} must come after NStep, which sums rewards that it does not "
+                "see."
+            )
+        self._batch = validation.tensordict("what a transform returns", function(self.tensordict()))
+        self.changes, self._fetched = {}, {}
+
+    def tensordict(self) -> TensorDictBase:
+        """Returns all fields as a TensorDict `[B]`, in new memory."""
+        if self._batch is not None:
+            return self._batch
+        if self._gathered is None:
+            self._gather()
+        fields = {**self._fetched, **self.changes}
+        return nest(fields, self.slots.shape, self.device, self._view.layout.nested)
