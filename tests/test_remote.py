@@ -53,18 +53,25 @@ def actor(**options) -> HERReplayStorage:
     return in_actor(HERReplayStorage)(*SPACES, delayed_init=False, **{**OPTIONS, **options})
 
 
+def check_rows_of(storage, **options) -> None:
+    """Checks the rows of a storage in an actor, here."""
+    here = HERReplayStorage(*SPACES, **{**OPTIONS, **options})
+    here.load_state_dict(storage.state_dict())
+    check_rows(here)
+
+
 class TestInTheActor:
     """What an actor does, in this process."""
 
-    def test_a_batch_is_sent_once(self):
+    def test_sample_sends_one_block_and_where_each_tensor_is(self):
         storage = actor()
         storage.extend(steps(1, 40))
-        batch = storage.sample()
-        message = pickle.dumps(batch)
+        message = pickle.dumps(storage.sample())
         here = pickle.loads(message)
         num_leaves = len([*here.keys(True, True)])
         data = sum(leaf.nbytes for leaf in here.values(True, True))
-        assert len(message) < data + 600 * num_leaves
+        assert len(message) < data + 80 * num_leaves + 600
+        check_batch(here)
         here["td_error"] = torch.rand(32)
         storage.update_tensordict_priority(pickle.loads(pickle.dumps(here)))
         assert (storage.sampler.base.priorities[here["index"]] < 1).all()
@@ -74,7 +81,7 @@ class TestInTheActor:
         storage = actor()
         for number, first in ((1, 0), (2, 0), (1, 4)):
             storage.extend(steps(number, 4, first))
-        check_rows(storage)
+        check_rows_of(storage)
         assert storage.episodes.table()["length"].tolist() == [4, 4, 4]
 
     def test_processes_with_lanes_of_their_own_go_on(self):
@@ -82,7 +89,7 @@ class TestInTheActor:
         for first in (0, 3, 6):
             for lane in (0, 1):
                 storage.extend(steps(lane + 1, 3, first), lanes=[lane])
-        check_rows(storage)
+        check_rows_of(storage, num_envs=2)
         assert storage.episodes.table()["length"].tolist() == [9, 9]
 
     @pytest.mark.parametrize("method", ["add", "record"])

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrl.data import RayReplayBuffer
 
 from trl_storages import validation
+from trl_storages.buffer.packed_batch import packed
 from trl_storages.buffer.replay_storage import ReplayStorage
 from trl_storages.buffer.state import Parameter
 from trl_storages.torchrl_compat import RayClient
@@ -26,6 +27,9 @@ __all__ = ["ReplayBatches", "StorageClient", "StorageHandle", "in_actor", "make_
 
 # Workers may be started before the first row is written: seconds until they stop.
 _PATIENCE = 60.0
+# Workers share the memory of batches from so many bytes on, which takes a millisecond whatever their
+# size; a pipe copies smaller ones in less.
+_SHARED = 1 << 20
 
 
 class ReplayBatches(IterableDataset[TensorDictBase]):
@@ -49,7 +53,8 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         open_reader = copy.deepcopy(self._open_reader)
         reader = open_reader(generator=torch.Generator().manual_seed(seed))
         while True:
-            yield reader.sample(wait=worker is not None, timeout=_PATIENCE)
+            batch = reader.sample(wait=worker is not None, timeout=_PATIENCE)
+            yield batch if worker is None or batch.bytes() >= _SHARED else packed(batch)
 
 
 def make_loader(
@@ -71,6 +76,7 @@ def make_loader(
         type(storage).open,
         rows.path,
         mode="r",
+        cold=rows.cold,
         sampler=sampler,
         transform=copy.deepcopy(storage.transform) if len(storage.transform) else None,
         sample_unit=storage.sample_unit,
@@ -114,6 +120,20 @@ class StorageClient(Strict, RayClient):  # type: ignore[misc]
         else:
             super().__setattr__(name, value)
 
+    def extend(self, tensordicts: TensorDictBase, **options: Any) -> Any:
+        """Writes steps, as `ReplayStorage.extend`."""
+        return super().extend(self._sent(tensordicts), **options)
+
+    def update_tensordict_priority(
+        self, data: TensorDictBase, priority: torch.Tensor | None = None
+    ) -> None:
+        """Updates the priorities of a drawn batch, as `ReplayStorage.update_tensordict_priority`."""
+        super().__getattr__("update_tensordict_priority")(self._sent(data), priority)
+
+    def _sent(self, data: Any) -> Any:
+        is_moved = isinstance(data, TensorDictBase) and not self.has_gpu
+        return packed(data.to("cpu") if is_moved else data)
+
 
 class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
     """What `service_backend="ray"` returns: the handle of a storage in an actor, with all its methods."""
@@ -127,6 +147,10 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Returns whether a batch can be drawn."""
         return bool(self.client().can_sample(batch_size))
+
+    def extend(self, tensordicts: TensorDictBase, **options: Any) -> Any:
+        """Writes steps, as `ReplayStorage.extend`."""
+        return self.client().extend(tensordicts, **options)
 
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
@@ -200,15 +224,14 @@ class _InActor(ReplayStorage):
 
     add = record
 
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        batch, info = super()._sample(batch_size)
-        return _alone(batch), info
+    def sample(self, *args: Any, **options: Any) -> Any:
+        return packed(super().sample(*args, **options))
 
     def sample_episodes(self, n: int) -> Any:
-        return _alone(super().sample_episodes(n))
+        return packed(super().sample_episodes(n))
 
     def __getitem__(self, index: Any) -> Any:
-        return _alone(super().__getitem__(index))
+        return packed(super().__getitem__(index))
 
     def get_parameter(self, name: str) -> Any:
         return getattr(self, name)
@@ -219,8 +242,3 @@ class _InActor(ReplayStorage):
     def __reduce__(self) -> tuple[Any, ...]:
         # Of a method that returns the storage: its rows stay here.
         return type(None), ()
-
-
-def _alone(batch: Any) -> Any:
-    """Returns a batch whose entries have memory of their own: each would be sent with its block."""
-    return batch.apply(torch.clone) if isinstance(batch, TensorDictBase) else batch.clone()

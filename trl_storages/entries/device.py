@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tensordict import NestedKey
 
+from trl_storages.entries.blocks import pack, unpack
 from trl_storages.entries.fields import Field
 from trl_storages.entries.layout import Block, Layout
 from trl_storages.index import EpisodeIndex
@@ -36,17 +37,8 @@ def sent_together(
     values: Mapping[NestedKey, torch.Tensor], device: torch.device
 ) -> dict[NestedKey, torch.Tensor]:
     """Returns values `[B, ...]` on a device, to which one copy brings them, from pinned memory."""
-    parts = [value.contiguous().view(-1).view(torch.uint8) for value in values.values()]
-    # Each begins at a multiple of 16 bytes, as views of any dtype may.
-    sizes = [-(-len(part) // 16) * 16 for part in parts]
-    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for room, part in zip(block.split_with_sizes(sizes), parts, strict=True):
-        room[: len(part)].copy_(part)
-    rooms = block.to(device, non_blocking=True).split_with_sizes(sizes)
-    return {
-        key: room[: len(part)].view(value.dtype).view(value.shape)
-        for (key, value), room, part in zip(values.items(), rooms, parts, strict=True)
-    }
+    block, directory = pack(values, pin_memory=device.type == "cuda")
+    return unpack(block.to(device, non_blocking=True), directory)
 
 
 class DeviceEntries:
