@@ -6,6 +6,7 @@ Letters: B batch, N slots, E lanes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -72,6 +73,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         eps: in (0, 1]; keeps rows with priority 0 drawable.
         normalize: whose largest weight is 1: "batch", "storage" or "none".
         reduction: how several priorities of one row are reduced: "max", "min", "mean" or "median".
+        refresh_ms: a reader of a directory takes in the priorities that the writer has set at most once
+            in so many milliseconds; 0 does so before each batch. Each time it compares those of all rows.
 
     `alpha`, `beta`, `eps` and `normalize` are attributes that may be set at any time, the first three by
     TorchRL's schedulers. After a change of `alpha` or `eps`, and with `normalize="storage"` at first, a
@@ -97,6 +100,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
     eps: Any = Setting(validation.number, at_least=1e-12, at_most=1)
     normalize: Any = Setting(validation.choice, get_args(Normalization))
     reduction: Any = Setting(validation.choice, REDUCTIONS)
+    #: As given; may be set at any time. It is no part of a state.
+    refresh_ms = 0.0
 
     def __init__(
         self,
@@ -107,11 +112,13 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         *,
         normalize: Normalization = "batch",
         reduction: str = "max",
+        refresh_ms: float = 0,
     ) -> None:
         # TorchRL's constructor is not called: it builds native trees, and fails where they do not load.
         self._max_capacity = validation.integer("max_capacity", max_capacity, at_least=1)
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
+        self.refresh_ms = validation.number("refresh_ms", refresh_ms, at_least=0, at_most=math.inf)
         self._priorities: Priorities | None = None
         # The largest priority so far, for the priorities to be made; None is not known.
         self._largest: float | None = None
@@ -134,7 +141,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
             self._largest = None
         elif (known.alpha, known.eps, known.can_set) != made_for:
             self._priorities = known = Priorities(view, self.alpha, self.eps, known.largest)
-        known.catch_up()
+        known.catch_up(0 if view.is_exclusive else self.refresh_ms)
         return known
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
@@ -272,6 +279,7 @@ class Priorities:
         self.can_set = view.is_exclusive
         # What was seen of them, and the number of updates until then.
         self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
+        self._refreshed = time.monotonic()
         self.starts = priority_tree.level_starts(index.capacity)
         self._every_leaf = priority_tree.every_leaf(self.starts)
         self.sums = np.zeros(self.starts[-1])
@@ -290,14 +298,18 @@ class Priorities:
         """The raw priority of new rows: the largest so far, 1 before one is set."""
         return self.largest or 1.0
 
-    def catch_up(self) -> None:
-        """Takes in what other processes have set, and which rows are new and which are gone."""
+    def catch_up(self, refresh_ms: float = 0) -> None:
+        """Takes in which rows are new and which are gone, and what other processes have set.
+
+        The latter only if the last time was so many milliseconds ago.
+        """
         # What was seen is stored last: an interrupt leaves what must be taken in again.
-        if missed := int(self.index.num_updates[0]) - self._num_updates:
+        missed, now = int(self.index.num_updates[0]) - self._num_updates, time.monotonic()
+        if missed and now >= self._refreshed + refresh_ms / 1e3:
             changed = np.flatnonzero(self.raw != self._known)
             self.largest = max(self.largest, self._largest_of(changed))
             self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
-            self._num_updates += missed
+            self._num_updates, self._refreshed = self._num_updates + missed, now
         changes, seen = self.index.since(self._seen)
         if changes is not None:
             nothing = np.zeros(len(changes.gone))
