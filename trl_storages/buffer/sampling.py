@@ -106,7 +106,7 @@ class SamplingPipeline:
 
         Returns:
             the batch; the entries of sampler and sample unit; and which samples `[B]` another process has
-            overwritten meanwhile, None if no other process writes.
+            overwritten meanwhile, None if there are none.
 
         Raises:
             RuntimeError: the storage is empty, or the sampler draws goals that no transform writes.
@@ -129,12 +129,15 @@ class SamplingPipeline:
         for replay in self._replays:
             replay(rows)
         batch = rows.tensordict()
-        return batch, info, None if view.is_exclusive else self._torn(view, len(slots))
+        return batch, info, self._torn(view, len(slots))
 
-    def _torn(self, view: StorageView, batch_size: int) -> torch.Tensor:
+    def _torn(self, view: StorageView, batch_size: int) -> torch.Tensor | None:
         """Returns which samples `[B]` were overwritten; the steps of a sequence belong together."""
-        S = 1 if self._unit is None else self._unit.num_steps
-        return view.torn(batch_size).view(-1, S).any(1).repeat_interleave(S)
+        torn = view.torn(batch_size)
+        if torn is None or self._unit is None:
+            return torn
+        S = self._unit.num_steps
+        return torn.view(-1, S).any(1).repeat_interleave(S)
 
     def sample_complete(self, batch_size: int) -> tuple[TensorDictBase, Entries]:
         """Samples a batch, and replaces samples that another process overwrites meanwhile.
@@ -143,17 +146,16 @@ class SamplingPipeline:
         writer is.
         """
         batch, info, torn = self.sample(batch_size)
-        while torn is not None and torn.any():
+        while torn is not None:
             other, others, is_torn = self.sample(batch_size)
-            if is_torn is None or len(torn) != batch.numel():
-                # This process writes now, or a transform has changed the number of samples.
+            if len(torn) != batch.numel():  # a transform has changed the number of samples
                 batch, info, torn = other, others, is_torn
                 continue
-            taken = torn & ~is_torn
+            taken = torn if is_torn is None else torn & ~is_torn
             batch = torch.where(taken.view(batch.batch_size).to(other.device), other, batch)
             for key, value in info.items():
                 info[key] = torch.where(expand_as_right(taken, value), others[key], value)
-            torn &= ~taken
+            torn = None if torn.equal(taken) else torn & ~taken
         return batch, info
 
 

@@ -328,22 +328,22 @@ class EpisodeIndex:
         """Returns the lane of each row, `[B]` int64."""
         return slots // self.steps_per_lane
 
-    def steps_of(self, slots: Slots, cursors: np.ndarray | None = None) -> Any:
-        """Returns the step of its lane that each row is, `[*B]` int64, or was at `cursors` `[E]`."""
+    def steps_of(self, slots: Slots) -> Any:
+        """Returns the step of its lane that each row is, `[*B]` int64."""
         given = np.asarray(slots)
-        newest = (self.cursors if cursors is None else cursors)[given // self.steps_per_lane] - 1
+        newest = self.cursors[given // self.steps_per_lane] - 1
         return _like(slots, newest - (newest - given) % self.steps_per_lane)
 
-    def overwritten(self, slots: Slots, steps: Slots) -> Any:
+    def overwritten(self, slots: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
 
         Args:
             slots: `[B]` of the rows.
-            steps: `[B]` the steps of their lanes that they were when they were drawn.
+            cursors: `[E]` those of the moment when they were live.
         """
-        found = np.empty(len(slots), bool)
-        entries.find_overwritten(self.tables, np.asarray(slots), np.asarray(steps), found)
-        return _like(slots, found)
+        stale = np.empty(len(slots), bool)
+        entries.find_overwritten(self.tables, slots, cursors, stale)
+        return stale
 
     def shift(self, slots: Slots, steps: Slots) -> Any:
         """Returns the slots `steps` later in their lanes, `[*B]`; the caller stays among live rows."""

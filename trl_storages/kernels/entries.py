@@ -319,8 +319,8 @@ def put(
 
 
 @loop
-def find_overwritten(index: Any, slots: Any, steps: Any, stale: Any) -> None:
-    """Says which rows, of these slots and steps, gave way while they were copied.
+def find_overwritten(index: Any, slots: Any, cursors: Any, stale: Any) -> None:
+    """Says which rows, that were live when the lanes had these cursors, gave way since.
 
     It looks once: what is left of a lane has no holes.
     """
@@ -328,7 +328,9 @@ def find_overwritten(index: Any, slots: Any, steps: Any, stale: Any) -> None:
     fence()
     tails = index[LANES][:, TAIL].copy()
     for i in range(len(slots)):
-        stale[i] = steps[i] < tails[slots[i] // T]
+        lane = slots[i] // T
+        newest = cursors[lane] - 1
+        stale[i] = newest - (newest - slots[i]) % T < tails[lane]
 
 
 @loop

@@ -5,7 +5,6 @@ Letters: B batch, E lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,16 +45,14 @@ class StorageView:
         self.device, self.is_on_host = device, device.type in HOSTS
         self.layout: Any = backend.layout
         self.entries: Any = backend.entries
-        #: Returns the numbers of the entries of transitions in slots `[*B]`, which are read next.
-        self.locate: Callable[[torch.Tensor], Any] = self._noted
         self.is_exclusive = cursors is None
-        if cursors is None and self.entries is not None:
-            self.locate = self.entries.entries_of
-        self._cursors = cursors
+        self._cursors: Any = cursors
         self._slots_read: list[torch.Tensor] = []
 
-    def _noted(self, slots: torch.Tensor) -> Any:
-        self._slots_read.append(slots)
+    def locate(self, slots: torch.Tensor) -> Any:
+        """Returns the numbers of the entries of transitions in slots `[*B]`, which are read next."""
+        if self._cursors is not None:
+            self._slots_read.append(slots)
         return self.entries.entries_of(slots)
 
     def read(self, slots: torch.Tensor, mask: torch.Tensor | None = None) -> TensorDict:
@@ -92,25 +89,24 @@ class StorageView:
         """
         if self._cursors is None:
             return None
-        flat = slots.reshape(-1)
-        steps = self.episodes.steps_of(flat, self._cursors)
-        return self.episodes.overwritten(flat, steps).view(slots.shape)
+        stale = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
+        return torch.from_numpy(stale).view(slots.shape)
 
-    def torn(self, batch_size: int) -> torch.Tensor:
+    def torn(self, batch_size: int) -> torch.Tensor | None:
         """Returns which samples of a batch may hold values that were overwritten while they were read.
 
         Args:
             batch_size: B.
 
         Returns:
-            `[B]` bool.
+            `[B]` bool; None if there are none.
         """
-        is_torn = torch.zeros(batch_size, dtype=torch.bool, device="cpu")
-        for slots in self._slots_read:
-            overwritten: Any = self.overwritten(slots)
-            # Transitions read for another number of samples may concern any of them.
-            is_per_sample = overwritten.shape[-1:] == is_torn.shape
-            is_torn |= (
-                overwritten.reshape(-1, batch_size).any(0) if is_per_sample else overwritten.any()
-            )
-        return is_torn
+        is_torn = None
+        for slots in self._slots_read:  # none where no other process writes
+            stale: Any = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
+            if stale.any():
+                is_torn = np.zeros(batch_size, bool) if is_torn is None else is_torn
+                # Transitions read for another number of samples may concern any of them.
+                is_per_sample = slots.shape[-1:] == (batch_size,)
+                is_torn |= stale.reshape(-1, batch_size).any(0) if is_per_sample else True
+        return None if is_torn is None else torch.from_numpy(is_torn)
