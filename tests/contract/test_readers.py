@@ -170,6 +170,19 @@ class TestOneAtATime:
         write_on(opened(tmp_path / "copy", STEPS), Script(1, 9000), written, 2)
         assert found(reader) == [steps[-STEPS:] for steps in written]
 
+    def test_reader_that_opens_beside_a_writer_does_not_check_each_row(self, tmp_path):
+        storage = opened(tmp_path, STEPS)
+        write_on(storage, Script(0), [[], []], 9)
+        (file,) = tmp_path.glob("rows.*")
+        observation = storage[:]["observation"][5].numpy().tobytes()
+        with file.open("r+b") as rows:
+            rows.seek(rows.read().index(observation))
+            rows.write(bytes(len(observation)))
+        reader = opened(tmp_path, STEPS, mode="r")
+        assert len(reader.sample(64)) == 64
+        with pytest.raises(ValueError, match="damaged"):
+            reader.validate()
+
     @pytest.mark.parametrize("by_epoch", [False, True])
     def test_it_waits_if_the_storage_is_emptied_before_a_draw(self, tmp_path, by_epoch):
         storage, written = opened(tmp_path, STEPS, "uniform"), [[], []]
@@ -225,6 +238,19 @@ class TestOneAtATime:
         storage.update_tensordict_priority(batch, 2 * batch["td_error"])
         write_on(storage, Script(1, 9000), written, 1)
         assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
+
+    def test_reader_takes_in_priorities_once_in_refresh_ms(self, tmp_path):
+        storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]
+        write_on(storage, Script(0), written, 9)
+        reader = opened(tmp_path, STEPS, "prioritized", mode="r")
+        reader.sampler.refresh_ms = 1e9
+        reader.sample()
+        batch = storage.sample(256)
+        batch["td_error"] = torch.where(ids_of(batch) == ids_of(batch)[0], 1e9, 1e-3)
+        storage.update_tensordict_priority(batch)
+        assert len({*ids_of(reader.sample(64)).tolist()}) > 1
+        reader.sampler.refresh_ms = 0
+        assert {*ids_of(reader.sample(64)).tolist()} == {int(ids_of(batch)[0])}
 
     def test_it_writes_nothing(self, tmp_path):
         storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]

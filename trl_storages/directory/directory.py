@@ -48,7 +48,7 @@ class Directory:
         self.path, self._lock, self._described = path, lock, described
         self.is_open = True
         # By which file it is other processes see whether it was replaced.
-        self._inode = os.fstat(file).st_ino
+        self._inode, self._rows_path = os.fstat(file).st_ino, str(path / described.rows)
         # Whether a reader has found the index anew: it does not follow that of a later writer.
         self._is_apart = False
         self.layout = layout = described.layout
@@ -188,12 +188,18 @@ class Directory:
             opened = cls(path, lock, described, file)
             if described.is_clean:
                 opened._check_closed()
+            is_same = described.inode == opened._inode and described.boot == _boot()
+            # A writer has checked all rows before it says which boot this is.
+            is_written = (
+                lock is None and is_same and described.boot != "" and WriterLock.is_taken(path)
+            )
+            if is_written:
+                check_bounds(opened.index.tables)
         except (ValueError, OverflowError, MemoryError, RuntimeError) as error:
             raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
-        if not described.is_clean:
-            is_same = described.inode == opened._inode and described.boot == _boot()
+        if not (described.is_clean or is_written):
             # Where no boot has a name, the writer doubts the index, but a reader must follow it.
             if is_same and (described.boot or lock is None):
                 opened.validate()
@@ -238,7 +244,7 @@ class Directory:
     def newest(self) -> Directory:
         """Returns the rows that count now: these, or those of a directory that was made anew."""
         try:
-            inode = os.stat(self.path / self._described.rows).st_ino
+            inode = os.stat(self._rows_path).st_ino
         except OSError:
             inode = -1
         is_current = inode == self._inode
@@ -247,8 +253,8 @@ class Directory:
         return self if is_current or not self.is_open else Directory.open(self.path, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy reads.
-        return Directory.open, (self.path, "r")
+        # A copy reads, unless this one has ended before: the copy goes on in its place then.
+        return (_reopened, (self.path,)) if self.is_writer else (Directory.open, (self.path, "r"))
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -318,6 +324,13 @@ class Directory:
             self.is_open = False
             if self._lock is not None:
                 self._lock.forget()
+
+
+def _reopened(path: Path) -> Directory:
+    """Opens the directory of a pickled writer: to write, unless it has a writer."""
+    with suppress(RuntimeError):
+        return Directory.open(path, "r+")
+    return Directory.open(path, "r")
 
 
 def _forget_beyond(index: EpisodeIndex, rows: HostEntries) -> None:

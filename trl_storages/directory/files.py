@@ -110,7 +110,8 @@ class WriterLock:
         if fcntl is None:
             raise RuntimeError("rows in a directory need POSIX file locks; keep them in memory.")
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
-        # Storages are in reference cycles: an unused one may hold the lock until it is collected.
+        # Storages are in reference cycles: an unused one may hold the lock until it is collected; and a
+        # reader that asks whether there is a writer holds it for a moment.
         if not (self._locks() or (gc.collect() >= 0 and self._locks())):
             self.forget()
             raise RuntimeError(
@@ -123,6 +124,16 @@ class WriterLock:
     def is_held(self) -> bool:
         """Whether this process may write."""
         return self._descriptor >= 0
+
+    @staticmethod
+    def is_taken(directory: Path) -> bool:
+        """Whether a process has a directory open to write."""
+        try:
+            with open(open_regular(directory / "lock"), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
 
     def _locks(self) -> bool:
         try:

@@ -23,6 +23,16 @@ def kept(index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     Raises:
         RuntimeError: the words of a lane contradict one another.
     """
+    lanes, (cursors, tails) = index[4], _bounds_of_lanes(index)
+    firsts = np.minimum(tails, np.maximum(cursors - 1, 0))
+    counts = cursors - firsts
+    slot = draws.slots_between(index, firsts, cursors)
+    step = np.arange(len(slot)) + (cursors - counts.cumsum()).repeat(counts)
+    return np.arange(len(lanes)).repeat(counts), step, slot
+
+
+def _bounds_of_lanes(index: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the cursors and the tails `[E]`, which another process may move meanwhile."""
     lanes, T = index[4:6]
     cursors = lanes[:, CURSOR].copy()
     tails = lanes[:, TAIL].copy()
@@ -31,11 +41,7 @@ def kept(index: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise RuntimeError(
             f"the index is damaged: its tails are not at most {T} behind its cursors."
         )
-    firsts = np.minimum(tails, np.maximum(cursors - 1, 0))
-    counts = cursors - firsts
-    slot = draws.slots_between(index, firsts, cursors)
-    step = np.arange(len(slot)) + (cursors - counts.cumsum()).repeat(counts)
-    return np.arange(len(lanes)).repeat(counts), step, slot
+    return cursors, tails
 
 
 def require(what: str, holds: np.ndarray, index: Any, lane: np.ndarray, step: np.ndarray) -> None:
@@ -49,6 +55,7 @@ def require(what: str, holds: np.ndarray, index: Any, lane: np.ndarray, step: np
 def check_bounds(index: Any) -> None:
     """Raises a RuntimeError if reading a slot could leave the tables or the entries."""
     where, episode, _, _, lanes, T, M, k, _ = index
+    _bounds_of_lanes(index)
     fits = ((where == 0) | (where >= k - 1)) & (where < len(lanes) * M - 1)
     if not (fits & (episode >= 0) & (episode <= T)).all():
         raise RuntimeError("the index is damaged: a slot leads out of it.")
