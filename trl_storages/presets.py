@@ -125,6 +125,8 @@ class UniformReplayStorage(ReplayStorage):
             its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
         max_entries: room for observations, over all environments; see `PackedStorage`.
         fresh: whether to discard what `path` holds.
+        cold: whether `path` is larger than the memory, so that rows are read from the disk as they are
+            sampled; None is so where it takes more than the memory when it is opened.
         prefetch: number of batches to draw ahead in a background thread.
         seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
         service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
@@ -181,6 +183,7 @@ class UniformReplayStorage(ReplayStorage):
         on_gap: str = "cut",
         max_entries: int | None = None,
         fresh: bool = False,
+        cold: bool | None = None,
         prefetch: int = 0,
         seed: int | None = None,
         service_backend: str | None = None,
@@ -215,6 +218,7 @@ class UniformReplayStorage(ReplayStorage):
             path=path,
             mode=mode,
             fresh=fresh,
+            cold=cold,
         )
         try:
             super().__init__(
@@ -482,6 +486,7 @@ class HERReplayStorage(UniformReplayStorage):
         on_gap: str = "cut",
         max_entries: int | None = None,
         fresh: bool = False,
+        cold: bool | None = None,
         prefetch: int = 0,
         seed: int | None = None,
         service_backend: str | None = None,

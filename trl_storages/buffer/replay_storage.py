@@ -212,7 +212,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, mode: str = "r+", check: bool = False, **options: Any
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        mode: str = "r+",
+        check: bool = False,
+        cold: bool | None = None,
+        **options: Any,
     ) -> Self:
         """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
 
@@ -222,6 +228,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             path: what was the `path` of a storage.
             mode: "r+" goes on writing, as the only writer; "r" reads what another process may be writing.
             check: whether each row is checked, as by `validate`; after an unclean end each is.
+            cold: whether the directory is larger than the memory, as in `PackedStorage`.
             **options: as in the constructor: sampler, transform, batch_size, generator, ...
 
         Raises:
@@ -229,7 +236,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ValueError: it is damaged, or of another format.
             RuntimeError: it has another writer.
         """
-        rows = PackedStorage(None, path=path, mode=mode)
+        rows = PackedStorage(None, path=path, mode=mode, cold=cold)
         try:
             if check:
                 rows.validate()
@@ -908,7 +915,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self._replay_lock = threading.RLock()
         self._prefetch_queue = Prefetcher(self._draw_ahead, prefetch)
         if rest is not None:
-            prepare_load_components(self, pickle.loads(rest))()
+            # Rows of a directory may have been written since, by this storage.
+            is_reopened = self._storage.path is not None
+            prepare_load_components(self, pickle.loads(rest), reopened=is_reopened)()
 
     # Inspection
 

@@ -24,6 +24,8 @@ _PIECES = 32
 # So many elements are copied at once.
 _CHUNK = 1 << 16
 _POPULATE = 23  # MADV_POPULATE_WRITE
+_COLLAPSE = 25  # MADV_COLLAPSE: what is there becomes huge pages
+_BLOCK = 512  # bytes of a block of a file, as the system counts them
 _NO_RESERVE = 0x4000 if GIVES_BACK else 0  # MAP_NORESERVE: room for many entries is never all taken
 
 
@@ -39,7 +41,7 @@ class Arena:
         file: descriptor of a file to map, which is empty or has the arena's size; None maps memory.
         writable: whether what is written to the arrays reaches the file, or stays with this process.
         lazy: of a file that is written to, names of arrays that have room on the disk as far as it was
-            reserved; all other arrays have room at once. None reserves nothing.
+            reserved; all other arrays have room at once. None is of a file that is memory.
 
     Raises:
         OSError: the disk is full.
@@ -48,7 +50,9 @@ class Arena:
     Attributes:
         arrays: the arrays by name.
         piece: bytes that are given back at once.
-        num_bytes: the size of the mapping.
+        num_bytes: the size of all arrays.
+        is_reserved: whether room is to be reserved ahead of what is written.
+        is_cold: whether nothing of the file is read ahead but what `will_need` names.
     """
 
     def __init__(
@@ -69,39 +73,54 @@ class Arena:
             self.num_bytes += -(-max(size, 1) // self.piece) * self.piece
         self._opened_by: tuple[Any, int] | None = None
         self._file: Any = None
+        # Memory begins at a piece, wherever it is mapped.
+        self._is_memory = lazy is None
+        total = self.num_bytes + 2 * self.piece * self._is_memory
         if file is not None:
             self._file = os.dup(file)
             weakref.finalize(self, os.close, self._file)
             size = os.fstat(file).st_size
-            if size not in (0, self.num_bytes):
-                raise ValueError(f"the file must have {self.num_bytes:,} bytes, got {size:,}")
+            if size not in (0, total):
+                raise ValueError(f"the file must have {total:,} bytes, got {size:,}")
             if not size:
-                os.ftruncate(file, self.num_bytes)
+                os.ftruncate(file, total)
         if writable and lazy is not None and GIVES_BACK:
             for name in sizes.keys() - lazy:
                 os.posix_fallocate(self._file, starts[name], sizes[name])
-        self._map = self._mapped(writable)
-        # Pieces of private memory are aligned as addresses, those of a file within it.
-        address = np.frombuffer(self._map, np.uint8).ctypes.data
-        first = -address % self.piece if file is None else 0
+        self.is_reserved = file is not None and (self.piece == _HUGE or not self._is_memory)
+        self._map, first = self._mapped(writable)
+        self.is_cold = False
+        if file is not None and not self._is_memory:
+            taken, memory = os.fstat(file).st_blocks * _BLOCK, os.sysconf("SC_PHYS_PAGES") * _PAGE
+            self.read_cold(taken > memory)
         self._starts = {name: start + first for name, start in starts.items()}
         self.arrays = {
             name: np.frombuffer(self._map, dtype, prod(shape), self._starts[name]).reshape(shape)
             for name, (dtype, shape) in shapes.items()
         }
 
-    def _mapped(self, writable: bool) -> mmap.mmap:
-        if self._file is not None:
-            # Compiled loops take arrays that can be written. Pages that are not are those of the file.
-            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
-            return mmap.mmap(self._file, self.num_bytes, flags)
-        size = self.num_bytes + self.piece
-        if not GIVES_BACK:
-            return mmap.mmap(-1, size)
-        found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        # Gathers from huge pages are a third faster, but a lane of few of them could give nothing back.
-        found.madvise(mmap.MADV_HUGEPAGE if self.piece == _HUGE else mmap.MADV_NOHUGEPAGE)
-        return found
+    def _mapped(self, writable: bool) -> tuple[mmap.mmap, int]:
+        """Returns a mapping, and where in it the first array begins.
+
+        Pieces of memory are aligned as addresses, those of a file within it, where file systems that have
+        huge pages see to both. Gathers from those are a third faster.
+        """
+        size = self.num_bytes + self.piece * self._is_memory
+        if self._file is None:
+            if not GIVES_BACK:
+                return mmap.mmap(-1, size), 0
+            found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            # A lane of few huge pages could give nothing back.
+            pages = mmap.MADV_HUGEPAGE if self.piece == _HUGE else mmap.MADV_NOHUGEPAGE
+            found.madvise(pages)
+            return found, -_address(found) % self.piece
+        # Compiled loops take arrays that can be written. Pages that are not are those of the file.
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
+        if not self._is_memory:
+            return mmap.mmap(self._file, size, flags), 0
+        # The system maps a file of memory anywhere, but as a rule twice to the same place.
+        offset = _address(mmap.mmap(self._file, size, flags)) % self.piece
+        return mmap.mmap(self._file, size, flags, offset=offset), self.piece - offset
 
     @classmethod
     def shared(cls, shapes: Any, lane_bytes: int = 0, name: str = "") -> Arena:
@@ -133,9 +152,10 @@ class Arena:
                 part = source[start : start + _CHUNK]
                 if part.any():
                     to[start : start + _CHUNK] = part
+            self._make_huge(self._starts[name], self._starts[name] + array.nbytes)
 
     def reserve(self, name: str, first: int, end: int) -> None:
-        """Reserves room on the disk for bytes `first` to `end` of an array in a file.
+        """Reserves room for bytes `first` to `end` of an array in a file.
 
         A write to a page of a file that has none kills the process when the disk is full.
 
@@ -144,12 +164,42 @@ class Arena:
         """
         if not GIVES_BACK:
             return
-        start, end = self._starts[name] + first, self._starts[name] + end
-        os.posix_fallocate(self._file, start, end - start)
-        page = start // _PAGE * _PAGE
-        # Faults that come one by one take longer than the writes.
-        with suppress(OSError):
-            self._map.madvise(_POPULATE, page, end - page)
+        # Whole huge pages, else they are made of small ones; at the end of an array to its end.
+        unit, base = self.piece if self.piece == _HUGE else 1, self._starts[name]
+        start, end = base + first // unit * unit, base + -(-end // unit) * unit
+        if self._is_memory:
+            self._make_huge(start, end, touch=True)
+        else:
+            os.posix_fallocate(self._file, start, end - start)
+            page = start // _PAGE * _PAGE
+            # Faults that come one by one take longer than the writes.
+            with suppress(OSError):
+                self._map.madvise(_POPULATE, page, end - page)
+
+    def _make_huge(self, start: int, end: int, touch: bool = False) -> None:
+        """Makes huge pages of what is there of shared memory; with `touch` also of what is not."""
+        for piece in range(start, end, _HUGE) if self.piece == _HUGE else ():
+            with suppress(OSError):  # where there is nothing, or the system has none
+                if touch:
+                    self._map.madvise(_POPULATE, piece, _PAGE)
+                self._map.madvise(_COLLAPSE, piece, _HUGE)
+
+    def read_cold(self, is_cold: bool) -> None:
+        """Says whether most of the file is read from the disk: by default, if memory is smaller."""
+        if not GIVES_BACK:
+            return
+        self.is_cold = is_cold
+        pages = mmap.MADV_NOHUGEPAGE if is_cold or self.piece < _HUGE else mmap.MADV_HUGEPAGE
+        for how in (mmap.MADV_RANDOM if is_cold else mmap.MADV_NORMAL, pages):
+            with suppress(OSError):
+                self._map.madvise(how)
+
+    def will_need(self, name: str, first: np.ndarray, num_bytes: int) -> None:
+        """Has the system read so many bytes from each of `first` `[B]` of an array, all at once."""
+        begin, size = (first + self._starts[name]) // _PAGE * _PAGE, num_bytes + _PAGE
+        for start in np.unique(begin).tolist():
+            with suppress(OSError):  # beyond the end
+                self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
     def flush(self) -> None:
         """Waits until what was written is on the disk."""
@@ -167,3 +217,7 @@ class Arena:
             how = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
             with suppress(OSError):
                 self._map.madvise(how, start, size)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return np.frombuffer(mapping, np.uint8).ctypes.data

@@ -71,6 +71,10 @@ class HostEntries:
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
+    def read_cold(self, is_cold: bool) -> None:
+        """Says whether most entries of a file have to be read from the disk, see `Arena`."""
+        self._arena.read_cold(is_cold)
+
     def append(
         self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
     ) -> tuple[np.ndarray, int]:
@@ -88,7 +92,7 @@ class HostEntries:
             OSError: the disk is full. Nothing is written then.
         """
         num_rows = len(block.words)
-        if self.is_in_file:
+        if self._arena.is_reserved:
             self._reserve(num_rows)
         slots = np.empty(num_rows, np.int64)
         gaps = entries.put(
@@ -186,8 +190,12 @@ class HostEntries:
         return whole
 
     def entries_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Returns the numbers of the entries that rows are in, `[*B]` int64."""
-        return self._index.where.take(slots.numpy())
+        """Returns the numbers of the entries that rows are in, `[*B]` int64, which are read next."""
+        at = self._index.where.take(slots.numpy())
+        if self._arena.is_cold:
+            k, size = self._layout.frames, self._sizes["entries"]
+            self._arena.will_need("entries", (at.reshape(-1) - (k - 1)) * size, (k + 1) * size)
+        return at
 
     def picked(self, entries: np.ndarray, at: torch.Tensor) -> np.ndarray:
         """Returns the entry `at` `[B]` of each window, of `[n, B]`."""

@@ -63,6 +63,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             is opened.
         mode: "r+" for the one process that writes to the directory; "r" for any number of readers.
         fresh: whether what the directory holds is discarded.
+        cold: whether the directory is larger than the memory: entries that are sampled are read from the
+            disk together then, and no others. None is so where it takes more than the memory when it is
+            opened.
 
     Raises:
         ValueError: a lane has fewer than two steps, or too few entries; or the directory is damaged, or
@@ -89,6 +92,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         path: str | os.PathLike[str] | None = None,
         mode: str = "r+",
         fresh: bool = False,
+        cold: bool | None = None,
     ) -> None:
         device = validation.device("device", device)
         if device.type not in ("cpu", "cuda"):
@@ -104,6 +108,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.path: Any = None if path is None else validation.directory("path", path)
         validation.choice("mode", mode, ("r+", "r"))
         self._is_fresh = validation.flag("fresh", fresh)
+        #: As given.
+        self.cold = validation.optional(validation.flag, "cold", cold)
         found = self._found(mode, is_required=mode == "r" or max_size is None)
         if found is not None:
             max_size = found.max_size if max_size is None else max_size
@@ -148,6 +154,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.entries: Any = backend.entries
         self.layout: Any = backend.layout
         self.max_size = self.episodes.capacity
+        if self.cold is not None and isinstance(backend, Directory):
+            backend.entries.read_cold(self.cold)
         self._view = StorageView(backend, self.device)
 
     def _found(self, mode: str, *, is_required: bool) -> Description | None:
