@@ -152,6 +152,38 @@ def test_copies_are_readers(tmp_path, copied):
             act()
 
 
+def test_pickled_writer_writes_once_the_lock_is_free(tmp_path):
+    storage, written = filled(tmp_path, "all")
+    saved = pickle.dumps(storage)
+    write_on(storage, Script(1, 1000), written, 2)
+    write_count, n_step = storage.write_count, storage.n_step
+    storage.close()
+    again = pickle.loads(saved)
+    assert (again.write_count, again.n_step) == (write_count, n_step)
+    write_on(again, Script(2, 2000), written, 2)
+    assert found(again) == [steps[-STEPS:] for steps in written]
+    assert len(again.sample()) == 16
+    with pytest.raises(RuntimeError, match="writer"):
+        opened(tmp_path, STEPS, "all")
+
+
+def test_cold_directory_samples_the_same_batches(tmp_path):
+    storage, written = filled(tmp_path, "all")
+    options = {"mode": "r", "batch_size": 64}
+
+    def batches(**cold):
+        generator = torch.Generator().manual_seed(0)
+        reader = library.ReplayStorage.open(tmp_path, generator=generator, **options, **cold)
+        return torch.stack([reader.sample() for _ in range(3)])
+
+    assert_same(batches(cold=True), batches())
+    storage.close()
+    again = opened(tmp_path, STEPS, "all", cold=True)
+    write_on(again, Script(1, 1000), written, 30)  # around the entries of each lane
+    assert found(again) == [steps[-STEPS:] for steps in written]
+    assert {*ids_of(again.sample(64)).tolist()} <= {it.id for steps in found(again) for it in steps}
+
+
 def test_readers_come_before_the_first_write(tmp_path):
     storage = opened(tmp_path, STEPS, "uniform")
     reader = library.ReplayStorage.open(tmp_path, mode="r", batch_size=8)
