@@ -64,7 +64,16 @@ def test_directory_of_an_earlier_release_is_read_and_written(tmp_path, kept, mod
     storage.validate()
     slots = storage.episodes.live_slots()
     assert_same(storage[slots], rows_of(WRITTEN - STEPS, WRITTEN))
-    assert storage.episodes.num_before(slots).view(LANES, -1)[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert storage.episodes.num_before(slots).view(LANES, -1)[0].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+        2,
+    ]
     assert len(storage.sample()) == 16
     if kept == "closed":
         every = storage.sampler.priorities[slots]

@@ -28,7 +28,7 @@ def test_rows_read_back_bit_for_bit(place, layout, lanes):
     assert_same(history, rows([kept[number] for number in ids], layout))
     nothing = torch.zeros(0, dtype=torch.int64)
     assert_same(storage[nothing], rows([], layout))
-    for look_up in (storage.__getitem__, storage.episodes.ahead):
+    for look_up in (storage.__getitem__, storage.episodes.num_after):
         with pytest.raises(IndexError, match="slots must"):
             look_up(torch.tensor([3, 10 * lanes]))
     batch = storage.sample(50)

@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
             self.forms.append((index, rows))
         if self.has_file:
             self.directory = Directory.create(self.path, layout, E * T, E, max_entries=entries)
-            self.forms.append((self.directory.index, self.directory.rows))
+            self.forms.append((self.directory.index, self.directory.entries))
         self.E, self.T, self.k = E, T, k
         self.lanes = [Lane() for _ in range(E)]
         self.room = np.zeros(E, np.int64)  # what writes that were cut off made room for
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
             else:
                 entries.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
-            if self.has_file and rows is self.directory.rows:
+            if self.has_file and rows is self.directory.entries:
                 before = rows.marked[0].copy()
                 sizes = self.layout.observation_words, self.k
                 checksums.mark(rows.entries, *sizes, rows.marked, how, at, numbers)
@@ -275,7 +275,7 @@ class Machine(RuleBasedStateMachine):
             self.forms.pop()
             self.directory = None
             self.directory = Directory.open(self.path)
-            self.forms.append((self.directory.index, self.directory.rows))
+            self.forms.append((self.directory.index, self.directory.entries))
 
     def rewrite(self):
         """Values of steps are replaced."""

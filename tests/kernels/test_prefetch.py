@@ -47,9 +47,9 @@ class TestEntries:
 
     def test_rows_that_are_written(self, asked):
         block, how = np.zeros((B, W + SEEN), np.int64), np.full(B, SHARED, np.uint8)
-        entries = np.zeros_like(self.entries)
-        python(entries.copy_in)(entries, (0, SEEN, 0, SEEN, ROOT), 1, block, how, self.at)
-        expected = [stretch(entries, p, 0, W * 8) for p in self.at]
+        stored = np.zeros_like(self.entries)
+        python(entries.copy_in)(stored, (0, SEEN, 0, SEEN, ROOT), 1, block, how, self.at)
+        expected = [stretch(stored, p, 0, W * 8) for p in self.at]
         # Those that come first are written at once.
         assert asked == expected[-len(asked) :]
         assert len(asked) > B // 4

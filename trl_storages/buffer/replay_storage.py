@@ -1,6 +1,6 @@
-"""A replay buffer over streams of observations: rows are recorded or extended, drawn, transformed.
+"""The replay buffer: transitions are recorded or extended, sampled and transformed.
 
-Letters: B batch, E lanes (environments), L of them that are written, T steps, N rows.
+Letters: B batch, E lanes (environments), L lanes that are written, T steps, N transitions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys, validation
 from trl_storages.buffer.explain import Explanation, explain, reduce_priorities, sampled_priorities
-from trl_storages.buffer.sampling import Prefetcher, SamplingPipeline, draw_episodes, read
+from trl_storages.buffer.prefetch import Prefetcher
+from trl_storages.buffer.reading import read, sample_episodes
+from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
     Parameter,
     component_states,
@@ -33,7 +35,7 @@ from trl_storages.buffer.state import (
 )
 from trl_storages.directory.files import ProcessLock
 from trl_storages.entries.layout import Block, Layout
-from trl_storages.index import EmptyError
+from trl_storages.index import EmptyError, EpisodeIndex
 from trl_storages.keys import have_next
 from trl_storages.samplers import (
     EpisodeSequence,
@@ -65,43 +67,43 @@ __all__ = ["ReplayStorage"]
 _OF_STORAGE = (
     "storage=PackedStorage(max_size), or a preset such as UniformReplayStorage(storage_size=)"
 )
-# What to use -> keywords of other libraries and of the presets.
+# Our keyword, with its value -> keywords of other libraries and of the presets.
 _SYNONYMS = {_OF_STORAGE: "buffer_size capacity max_capacity max_length max_size size storage_size"}
-# Seconds between two looks of a draw that waits for rows.
+# Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
 
 class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
-    """A `TensorDictReplayBuffer` over lanes of episodes, whose transforms see the rows that are drawn.
+    """A replay buffer over lanes of episodes, which is a `TensorDictReplayBuffer` of TorchRL.
 
-    TorchRL merges the sampler's entries into a batch after its transforms have run, so a drawn goal
-    never reaches the transform that must write it. Here each `ReplayTransform` reads them, and further
-    rows of the storage, and everything runs under the storage's locks, on one consistent state.
+    TorchRL's buffers add the sampler's entries to a batch after the transforms have run, so a sampled
+    goal never reaches the transform that must write it. Here each `ReplayTransform` reads these entries
+    and other transitions of the storage, under the buffer's locks, as of one moment.
 
     Args:
-        storage: holds the rows.
-        num_envs: E, the number of lanes; None takes that of the writer, else of the storage.
-        sampler: chooses the rows of a batch; None draws uniformly over the live rows. TorchRL's
-            `RandomSampler` and `SamplerWithoutReplacement` become a `UniformSampler`, its others raise;
-            one of your own must return slots of live rows.
-        writer: how rows are written; None makes `EpisodeWriter(num_envs)`.
-        transform: applied to each batch; TorchRL's, but `MultiStepTransform` and `CatFrames`, or
-            functions of a batch.
-        sample_unit: what a drawn row becomes, such as `EpisodeSequence`; None draws single rows.
-        batch_size: B; None requires it with each `sample`.
-        recorder: how `record` reads a step; None takes the fields from the first step.
-        prefetch: number of batches to draw ahead in a background thread. A fork copies the locks of
-            threads as they are: make the storage in the process that samples.
-        generator: of the draws, on the CPU; None uses torch's default one.
-        priority_key: entry of written steps, and of batches, that holds their priorities.
+        storage: holds the transitions.
+        num_envs: E, the number of lanes; None takes that of the writer, else that of the storage.
+        sampler: chooses the transitions of a batch; None samples uniformly. A `UniformSampler` replaces
+            TorchRL's `RandomSampler` and `SamplerWithoutReplacement`; TorchRL's other samplers raise. A
+            sampler of your own must return slots of stored transitions.
+        writer: writes transitions; None creates `EpisodeWriter(num_envs)`.
+        transform: is applied to each batch: a TorchRL transform (except `MultiStepTransform` and
+            `CatFrames`) or a function of a batch.
+        sample_unit: expands each sampled transition, as `EpisodeSequence` does; None leaves it.
+        batch_size: B; None requires a size with each `sample`.
+        recorder: reads the steps of `record`; None takes the fields from the first step.
+        prefetch: number of batches to prefetch in a background thread. Threads and their locks do not
+            survive a fork: create the buffer in the process that samples.
+        generator: random numbers of the sampler, on the CPU; None uses torch's default generator.
+        priority_key: key of the priorities in written steps and in batches.
         pin_memory: whether batches are in pinned memory.
         shared: whether to `share()` at once.
-        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        service_backend: "ray" creates the buffer in a Ray actor, and returns a handle.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
     Raises:
-        TypeError: a part is TorchRL's own and knows no episodes; the message names the one to use.
-        ValueError: the writer does not fit the storage, or the sampler has no room for its rows.
+        TypeError: a component of TorchRL does not support episodes; the message names its equivalent.
+        ValueError: the writer does not fit the storage, or the sampler has no room for its transitions.
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
@@ -115,30 +117,25 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     torch.Size([3, 1])
     """
 
-    # What the constructor of TorchRL's buffers sets, as its other methods read it.
+    # Attributes that the constructor of TorchRL's buffers sets, and that its other methods read.
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
     _accepts_transport_backend, _is_epoch_over = False, False
     _process_lock: ProcessLock | None = None
     _rng: torch.Generator | None = None
-    # How many batches this object has sampled, and transitions in them.
-    _num_batches, _num_sampled = 0, 0
-    # The way of a batch; None until it is asked for, or if a part of it has changed.
-    _flow: SamplingPipeline | None = None
-
-    n_step = Parameter("n of the n-step returns, of `NStep`.")
+    n_step = Parameter("n of the n-step returns (`NStep`).")
     discount = Parameter(
-        "gamma of the n-step returns, of `NStep`, and of geometric goals, of `HERSampler`; where the two "
-        "differ, that of the returns is read, and both are set."
+        "γ of the n-step returns (`NStep`) and of geometric goals (`HERSampler`). Setting it sets both; "
+        "reading it returns that of `NStep`."
     )
-    alpha = Parameter("How strongly priorities count, of `PERSampler`.")
-    beta = Parameter("How far importance weights correct for priorities, of `PERSampler`.")
-    normalize = Parameter("Whose largest weight is 1, of `PERSampler`.")
-    eps = Parameter("What is added to priorities, of `PERSampler`.")
-    eta = Parameter("Recency strength, of `ERESampler`.")
-    c_min = Parameter("The smallest window of recent rows, of `ERESampler`.")
-    num_goals = Parameter("Relabelled transitions for each one as stored, of `HERSampler`.")
-    strategy = Parameter("Where goals come from, of `HERSampler`.")
+    alpha = Parameter("Priority exponent (`PERSampler`).")
+    beta = Parameter("Exponent of the importance weights (`PERSampler`).")
+    normalize = Parameter("How importance weights are normalised (`PERSampler`).")
+    eps = Parameter("Is added to each priority (`PERSampler`).")
+    eta = Parameter("Recency strength (`ERESampler`).")
+    c_min = Parameter("The smallest recency window, in transitions (`ERESampler`).")
+    num_goals = Parameter("Relabelled transitions per transition left as stored (`HERSampler`).")
+    strategy = Parameter("The strategy, or mixture of strategies, of goals (`HERSampler`).")
 
     @renamed(_SYNONYMS)
     def __init__(
@@ -160,7 +157,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # TorchRL's metaclass sees to the backend.
+        # TorchRL's metaclass handles service_backend.
         reject_torchrl_components(storage, writer, sample_unit)
         validation.instance("storage", storage, PackedStorage)
         validation.optional(validation.instance, "writer", writer, EpisodeWriter)
@@ -190,12 +187,15 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         prefetch = validation.integer("prefetch", prefetch or 0)
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
-        self._prefetch_queue = Prefetcher(self._draw_ahead, prefetch)
+        self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
+        self._pipeline = self._new_pipeline()
+        # The number of batches that this object has sampled, and of transitions in them.
+        self._num_sampled = [0, 0]
         writer.register_storage(storage)
         if (prioritized := self._prioritized) is not None:
             prioritized.priorities_of(storage.view())
         self.share(shared)
-        # A directory is made when all else has been checked.
+        # A directory is created after all checks.
         storage.prepare()
         resume(self)
 
@@ -203,7 +203,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
         cls, service_backend: str, *args: Any, service_backend_options: Any, **options: Any
     ) -> Any:
-        # Imported here, as what is in an actor is a storage itself.
+        # Imported here, because remote imports this module.
         from trl_storages.buffer import remote
 
         validation.choice("service_backend", service_backend, ("direct", "ray"))
@@ -220,21 +220,22 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         cold: bool | None = None,
         **options: Any,
     ) -> Self:
-        """Opens the rows of a directory, drawn uniformly unless a sampler is passed.
+        """Opens the transitions of a directory, with components of your choice.
 
-        A ready-made storage is opened by making it again, with its `path`.
+        To open a preset, create it again with the same `path`.
 
         Args:
-            path: what was the `path` of a storage.
-            mode: "r+" goes on writing, as the only writer; "r" reads what another process may be writing.
-            check: whether each row is checked, as by `validate`; after an unclean end each is.
-            cold: whether the directory is larger than the memory, as in `PackedStorage`.
+            path: the `path` of a replay buffer.
+            mode: "r+" continues writing, as the only writer; "r" reads while another process may write.
+            check: whether to check each transition, as `validate` does. After an unclean shutdown each
+                one is checked in any case.
+            cold: whether the directory is larger than the memory, see `PackedStorage`.
             **options: as in the constructor: sampler, transform, batch_size, generator, ...
 
         Raises:
-            FileNotFoundError: the directory holds no storage.
-            ValueError: it is damaged, or of another format.
-            RuntimeError: it has another writer.
+            FileNotFoundError: the directory contains no replay buffer.
+            ValueError: the directory is damaged, or has another format.
+            RuntimeError: the directory has another writer.
         """
         rows = PackedStorage(None, path=path, mode=mode, cold=cold)
         try:
@@ -247,21 +248,21 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             raise
         return opened
 
-    # What there is
+    # Contents
 
     @property
-    def episodes(self) -> Any:
-        """Which rows there are, and in which episodes: an `EpisodeIndex`."""
+    def episodes(self) -> EpisodeIndex:
+        """The index of stored transitions and their episodes."""
         return self._storage.episodes
 
     @property
     def sample_unit(self) -> EpisodeSequence | None:
-        """Expands drawn rows, such as `EpisodeSequence`; None draws single rows."""
+        """Expands sampled transitions, as `EpisodeSequence` does; None if they are left as they are."""
         return self._unit
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds a row, so that the next write evicts the oldest."""
+        """Whether every slot holds a transition, so that the next write evicts the oldest."""
         return bool(self.episodes.is_full)
 
     def components(self) -> list[Any]:
@@ -282,7 +283,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             return len(self._storage.view().episodes)
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Returns whether a batch can be drawn; `batch_size` defaults to the constructor's."""
+        """Returns whether a batch can be sampled; `batch_size` defaults to the constructor's."""
         validation.optional(validation.integer, "batch_size", batch_size, at_least=1)
         return len(self) > 0
 
@@ -303,18 +304,18 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """Writes steps.
 
         Args:
-            tensordicts: `[T]` or `[]` for one lane, `[L, T]` (time last) or `[L]` (one step each) for
-                several; or rows `[N]` of any trajectories, see `EpisodeWriter`.
-            lanes: the L distinct lanes to write, as numbers or as a mask; None is all of them.
-            update_priority: whether to use the entry `priority_key`, if present, as the rows' priority;
-                None is True.
+            tensordicts: `[T]` or `[]` for one lane; `[L, T]` (time last) or `[L]` (one step each) for
+                several lanes; or `[N]` transitions with trajectory ids, see `EpisodeWriter`.
+            lanes: the L distinct lanes to write, as numbers or as a mask; None writes all lanes.
+            update_priority: whether to use the entry `priority_key`, if present, as priorities; None is
+                True.
 
         Returns:
-            int64 slots of the batch size of the steps.
+            int64 slots, with the batch size of the steps.
 
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit, a priority is negative or not finite,
-                or next observations are missing and `n_step` exceeds 1. Nothing is written then.
+                or next observations are missing and `n_step` exceeds 1. Nothing was written.
         """
         validation.optional(validation.flag, "update_priority", update_priority)
         data = self._inverse(validation.tensordict("tensordicts", tensordicts))
@@ -376,21 +377,21 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             terminateds: whether the state is terminal.
             truncateds: whether the episode was truncated, as by a time limit.
             infos: gymnasium's dict.
-            next_observations: as returned, possibly the first observation of the next episode;
-                `autoreset_mode` says where the final one is found.
+            next_observations: as returned by `step`. After an automatic reset this is the first
+                observation of the next episode; `autoreset_mode` says where the last one is found.
 
         Returns:
-            int64 slots of the written rows; None if every lane was only being reset, or if a transform
-            withheld the rows.
+            int64 slots of the written transitions; None if every environment was only reset, or if a
+            transform withheld the transitions.
 
         Raises:
-            ValueError, TypeError, KeyError: something does not fit. Nothing is written then.
+            ValueError, TypeError, KeyError: a value does not fit. Nothing was written.
         """
         step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
             rows, slots = self._recorder.read(step, self._storage), None
             if rows is not None:
-                changes = self._current_flow().others
+                changes = self._pipeline.batch_transforms
                 block, layout, same = rows
                 if changes:
                     slots = self._put(block, layout)
@@ -399,13 +400,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         return slots
 
     def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
-        """Writes a recorded step through the inverse of the transforms."""
+        """Writes a recorded step after applying the inverse transforms."""
         rows = self._inverse(layout.tensordict(torch.from_numpy(block.words.copy())))
         return None if rows is None else self._writer.extend(rows, lanes=block.which.tolist())
 
     def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
-        """Applies the inverse of the transforms; None if one withholds the rows."""
-        if not self._current_flow().others:
+        """Applies the inverse transforms; returns None if one withholds the transitions."""
+        if not self._pipeline.batch_transforms:
             return data
         with dispatch_td_nn_modules(True):
             return self._transform.inv(data)
@@ -431,7 +432,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             raise ValueError("other must be another replay buffer, got this one.")
         own, its = self._prioritized, other._prioritized
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), other._replay_lock, other._write_lock:
+        with ahead.lock, ahead.wait(), other._replay_lock, other._write_lock:
             if its is not None:
                 its.priorities_of(other._storage.view())  # new transitions get their priorities
             with self._replay_lock, self._write_lock:
@@ -444,16 +445,16 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                     own.priorities_of(self._storage.view())
 
     def end_episodes(self, lanes: Lanes = None) -> None:
-        """Cuts the running episodes of some lanes, or of all: their next rows begin new ones.
+        """Ends the running episodes of some lanes, or of all: the next steps begin new episodes.
 
-        For loops that reset their environments before an episode ends. An environment that gymnasium
-        resets in its next step has ended already: cut then, that step would be stored as a row.
+        Call it when environments are reset before an episode has ended. Do not call it between the end of
+        an episode and a reset by gymnasium's NextStep mode: the reset would be stored as a transition.
 
         Args:
-            lanes: numbers, or a mask `[E]`; None is all.
+            lanes: numbers, or a mask `[E]`; None ends the episodes of all lanes.
 
         Raises:
-            ValueError: there is no such lane. Nothing is changed then.
+            ValueError: there is no such lane. Nothing was changed.
         """
         named = [*lane_numbers(lanes, self._writer.num_envs)]
         with self._replay_lock, self._write_lock:
@@ -461,25 +462,26 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             self._recorder.reset(named)
 
     def rewrite(self, index: Any, values: Any) -> None:
-        """Overwrites values of the step of some rows, such as rewards; see `PackedStorage.rewrite`."""
+        """Overwrites values of stored steps, such as rewards; see `PackedStorage.rewrite`."""
         with self._replay_lock, self._write_lock:
             self._storage.rewrite(index, values)
 
     def empty(self, empty_write_count: bool = True, *, keep_steps: int = 0) -> None:
-        """Removes the rows but the last `keep_steps` of each lane, such as the burn-in of a network.
+        """Evicts all transitions except the last `keep_steps` of each lane.
 
         Args:
             empty_write_count: whether to reset the write counter.
-            keep_steps: how many of the last steps of each lane stay; their priorities are reset.
+            keep_steps: how many of the last steps of each lane are kept, such as the burn-in of a
+                recurrent network; their priorities are reset.
 
         Raises:
             ValueError: `keep_steps` is negative.
-            OSError: the rows are in a directory, and the disk is full. Nothing is changed then.
+            OSError: the buffer is in a directory, and the disk is full. Nothing was changed.
         """
         empty_write_count = validation.flag("empty_write_count", empty_write_count)
         keep_steps = validation.integer("keep_steps", keep_steps)
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
             self._storage.empty(keep_steps)
             ahead.clear()
             self._writer._empty(empty_write_count)
@@ -488,50 +490,56 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def share(self, shared: bool = True) -> Self:
         """Lets other processes write, such as the workers of TorchRL's multi-process collectors.
 
-        Rows, episodes and counters move to memory that forked processes share. One process samples. A
-        lock of the system's lets one process write or sample at a time. It is released when its holder is
-        killed: what was written before is intact, and the others continue. Fork workers while no other
-        thread of this process samples or writes, because a fork copies the locks of threads as they are.
+        Transitions, episodes and counters move to memory that forked processes share. One process
+        samples. A file lock lets one process write or sample at a time. The operating system releases it
+        when its holder is killed: earlier transitions are intact, and the other processes continue. Fork
+        workers while no other thread of this process samples or writes, because a fork copies the locks of
+        threads as they are.
 
         Returns:
-            itself.
+            the buffer.
 
         Raises:
-            RuntimeError: the rows are on a GPU or in a directory, or the platform has no file locks.
+            RuntimeError: the transitions are on a GPU or in a directory, or the platform has no file
+                locks.
             ValueError: `prefetch` is set.
         """
         if validation.flag("shared", shared) and not self.shared:
             if self._prefetch_queue.number:
-                raise ValueError("a storage that is shared can't draw ahead: leave prefetch out.")
+                raise ValueError("prefetch must be 0 in a shared replay buffer: leave it out.")
             lock = ProcessLock()
             with self._replay_lock:
                 if (sampler := self._prioritized) is not None:
-                    sampler.load_state_dict(sampler.state())  # the largest may be of no row
+                    sampler.load_state_dict(
+                        sampler.state()
+                    )  # no stored transition may have the largest priority
                 self._storage.share()
                 self._writer.share()
                 self._process_lock, self.shared = lock, True
         return self
 
-    # Rows as they were stored
+    # Transitions as they were stored
 
     def __getitem__(self, index: Any) -> Any:
-        """Reads rows as they were stored, without transforms, into new memory.
+        """Reads transitions as they were stored, without transforms, into new memory.
 
         Args:
-            index: a slice of the history in time order, oldest row first; or slots, as an int, a list, a
-                mask or an integer tensor of any shape B; or a key, for that entry of the whole history.
+            index: a slice of the history in time order, oldest transition first; or slots, as an int, a
+                list, a mask or an integer tensor of any shape B; or a key, for one field of the history.
 
         Raises:
-            IndexError: a slot holds no row.
+            IndexError: a slot holds no transition.
         """
         with self._replay_lock, self._write_lock:
             return read(self._storage, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Raises a RuntimeError: rows are not overwritten in place."""
-        raise RuntimeError("rows are not overwritten in place: write others, or rewrite() a value.")
+        """Raises a RuntimeError: transitions are not overwritten in place."""
+        raise RuntimeError(
+            "transitions are not overwritten in place. Use rewrite(index, values) for values of a step."
+        )
 
-    # Drawing
+    # Sampling
 
     def sample(
         self,
@@ -542,44 +550,44 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         timeout: float | None = None,
         cancel_event: threading.Event | None = None,
     ) -> Any:
-        """Draws a batch.
+        """Samples a batch.
 
         Args:
-            batch_size: B; None uses the constructor's, the only size that `prefetch` draws ahead.
-            return_info: whether to return the samplers' entries as a dict, too.
-            wait: whether to wait until there are rows.
-            timeout: for how many seconds at most; None waits for ever.
+            batch_size: B; None uses the constructor's. Only batches of that size are prefetched.
+            return_info: whether to return the sampler's entries as a dict, too.
+            wait: whether to wait until there are transitions.
+            timeout: seconds to wait at most; None waits forever.
             cancel_event: ends the wait when it is set.
 
         Returns:
-            TensorDict `[B]` of the stored fields, after the transforms, with `index` and the samplers'
-            other entries; the rows of a `sample_unit` are consecutive.
+            TensorDict `[B]` of the stored fields, after the transforms, with `index` and the sampler's
+            other entries; the steps of a `sample_unit` are consecutive.
 
         Raises:
             ValueError: `batch_size` is below 1.
-            RuntimeError: the storage is empty or shut down, no batch size is known, or a `HERSampler`
-                draws goals that no transform writes.
-            TimeoutError: no rows came in time.
+            RuntimeError: the buffer is empty or shut down, no batch size is known, or a `HERSampler`
+                chooses goals that no transform writes.
+            TimeoutError: no transitions were written in time.
         """
         if wait:
             end = math.inf if timeout is None else time.monotonic() + timeout
             while self.wait_until_sampleable(
                 batch_size, timeout=end - time.monotonic(), cancel_event=cancel_event
             ):
-                with suppress(EmptyError):  # another process may empty the storage before the draw
+                with suppress(EmptyError):  # another process may empty the buffer meanwhile
                     return self.sample(batch_size, return_info)
-            raise TimeoutError(f"no batch could be drawn within {timeout} seconds.")
+            raise TimeoutError(f"no batch could be sampled within {timeout} seconds.")
         size = self._batch_size
         if batch_size is not None:
             size = validation.integer("batch_size", batch_size, at_least=1)
         if self._service_shutdown:
-            raise RuntimeError("a storage that is shut down draws nothing.")
+            raise RuntimeError("the replay buffer was shut down: it samples no more batches.")
         if size is None:
-            raise RuntimeError("batch_size must be given to the storage, or to each sample.")
+            raise RuntimeError("batch_size is unknown: pass it to the constructor or to sample().")
         if self._prefetch_queue.number and size == self._batch_size:
             batch, info, self._is_epoch_over = self._prefetch_queue.take()
         else:
-            if self._prefetch_queue.number:  # so that a seed draws the same
+            if self._prefetch_queue.number:  # so that a seed samples the same batches
                 self.synchronize()
             with self._replay_lock, self._write_lock:
                 batch, info = self._sample(size)
@@ -594,7 +602,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         timeout: float | None = None,
         cancel_event: threading.Event | None = None,
     ) -> bool:
-        """Waits until a batch can be drawn, for `timeout` seconds at most; returns whether it can."""
+        """Waits until a batch can be sampled, `timeout` seconds at most; returns whether it can."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         cancelled = threading.Event() if cancel_event is None else cancel_event
         while not self.can_sample(batch_size):
@@ -603,30 +611,23 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        self._storage.warn_of_size()
-        batch, info = self._current_flow().sample_complete(batch_size)
-        self._count(info[keys.INDEX].numel())
+        if self._storage.is_short:
+            self._storage.warn_of_size()
+        batch, info = self._pipeline.sample(batch_size)
+        self._num_sampled[0] += 1
+        self._num_sampled[1] += info[keys.INDEX].numel()
         return batch, info
 
-    def _count(self, num_sampled: int) -> None:
-        self._num_batches += 1
-        self._num_sampled += num_sampled
+    def _new_pipeline(self) -> SamplingPipeline:
+        return SamplingPipeline(self._storage, self._sampler, self._unit, self._transform)
 
-    def _current_flow(self) -> SamplingPipeline:
-        flow = self._flow
-        if flow is None or len(flow.transforms) != flow.num_transforms:
-            flow = self._flow = SamplingPipeline(
-                self._storage, self._sampler, self._unit, self._transform
-            )
-        return flow
-
-    def _draw_ahead(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
+    def _prefetch(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
         with self._replay_lock, self._write_lock:
             batch, info = self._sample(self._batch_size)  # type: ignore[arg-type]
             return batch, info, self._sampler.ran_out
 
     def sample_share(self, batch_size: int) -> TensorDictBase:
-        """Draws a part of a larger batch: not drawn ahead, its importance weights not normalised."""
+        """Samples a part of a larger batch, without prefetching and normalising of weights."""
         sampler = self._prioritized
         with self._replay_lock, self._write_lock:
             if sampler is None:
@@ -638,7 +639,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 sampler.normalize = normalize
 
     def sample_episodes(self, n: int) -> TensorDictBase:
-        """Draws whole episodes uniformly: finished ones, no row of which was evicted.
+        """Samples complete episodes uniformly: finished episodes without evicted transitions.
 
         Returns:
             TensorDict `[n, T]` of the stored transitions, T the longest episode's length, padded with
@@ -647,17 +648,18 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         Raises:
             ValueError: `n` is below 1.
-            RuntimeError: no finished episode is stored whole.
+            RuntimeError: no complete episode is stored.
         """
         n = validation.integer("n", n, at_least=1)
-        # Not while others are drawn ahead, so that a seed draws the same.
+        # Not while batches are prefetched, so that a seed samples the same episodes.
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
-            batch = draw_episodes(self._storage, n, self._rng)
-            self._count(batch.numel())
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
+            batch = sample_episodes(self._storage, n, self._rng)
+            self._num_sampled[0] += 1
+            self._num_sampled[1] += batch.numel()
             with dispatch_td_nn_modules(True):
-                for part in self._current_flow().others:
-                    batch = part(batch)
+                for transform in self._pipeline.batch_transforms:
+                    batch = transform(batch)
             return batch
 
     def batches(
@@ -678,21 +680,21 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         seed: int | None = None,
         **options: Any,
     ) -> DataLoader[TensorDictBase]:
-        """Returns a `DataLoader` whose workers draw from the directory while this process writes.
+        """Returns a `DataLoader` whose workers sample from the directory while this process writes.
 
-        Each worker has its own seed, and copies of this storage's sampler, sample unit and transforms as
-        they are now. Priorities are set by this storage.
+        Each worker has its own seed, and copies of this buffer's sampler, sample unit and transforms as
+        they are now. Only this buffer updates priorities.
 
         Args:
-            num_workers: processes that draw; they wait a minute for the first rows. 0 draws in this
-                process, and raises as `sample` does while there are none.
+            num_workers: processes that sample; they wait a minute for the first transitions. 0 samples
+                in this process, and raises like `sample` while the buffer is empty.
             batch_size: B; None uses the constructor's.
             pin_memory: whether batches arrive in pinned memory, where there is CUDA.
-            seed: of the workers; None uses torch's default generator.
+            seed: seed of the workers; None uses torch's default generator.
             **options: as in `torch.utils.data.DataLoader`: prefetch_factor, multiprocessing_context, ...
 
         Raises:
-            RuntimeError: the rows are not in a directory, or none exists yet.
+            RuntimeError: the buffer is not in a directory, or its fields are not known yet.
             ValueError: a number is too small, or no batch size is known.
         """
         from trl_storages.buffer import remote
@@ -702,64 +704,65 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             return remote.make_loader(self, batch_size, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Draws batches, to the end of an epoch if the sampler draws in epochs."""
+        """Samples batches, until the end of an epoch if the sampler samples without replacement."""
         while True:
             yield self.sample()
             if self._is_epoch_over if self._prefetch_queue.number else self._sampler.ran_out:
                 return
 
     def synchronize(self) -> None:
-        """Waits for the batches that are being drawn ahead."""
+        """Waits until all requested batches are prefetched."""
         with (ahead := self._prefetch_queue).lock:
-            ahead.finished()
+            ahead.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the thread that draws ahead; nothing is drawn afterwards."""
+        """Ends the prefetching thread; nothing is sampled afterwards."""
         self._service_shutdown = True
         self._prefetch_queue.close()
 
-    # Parts
+    # Components
 
     def set_sampler(self, sampler: Any) -> Any:
-        """Replaces the sampler; the new one uses this storage's generator. Returns the old one.
+        """Replaces the sampler, and returns the previous one. The new sampler gets the buffer's generator.
 
         Raises:
-            TypeError: it is a sampler of TorchRL's that knows no lanes. Nothing is changed then.
-            ValueError: it draws by priority, and has room for fewer rows. Nothing is changed then.
+            TypeError: it is a TorchRL sampler that does not support lanes. Nothing was changed.
+            ValueError: it uses priorities, and has room for fewer transitions. Nothing was changed.
         """
         sampler = resolve_sampler(sampler)
         with self._replay_lock, self._write_lock:
             if (prioritized := _prioritized(sampler)) is not None:
                 prioritized.priorities_of(self._storage.view())
-            previous, self._sampler, self._flow = self._sampler, sampler, None
+            previous, self._sampler = self._sampler, sampler
             sampler._rng = self._rng
+            self._pipeline = self._new_pipeline()
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draws with another generator from now on; None is torch's default one."""
+        """Replaces the generator of random numbers; None uses torch's default generator."""
         validation.optional(validation.instance, "generator", generator, torch.Generator)
         super().set_rng(generator)
 
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False
     ) -> Self:
-        """Appends a transform; returns the storage.
+        """Appends a transform; returns the buffer.
 
         Args:
             transform: a TorchRL transform, or a function of a batch. Its inverse, if any, is applied to
-                what is written: `DoubleToFloat`'s makes actions float64, unless `in_keys` is given.
+                written steps: that of `DoubleToFloat` makes actions float64, unless `in_keys` is given.
             invert: whether to swap the directions: forward on writes, inverse on samples.
         """
         reject_torchrl_components(
             *transforms_in(validation.function("transform", transform, "of a batch"))
         )
-        # A batch that is drawn meanwhile must not see the transforms half changed.
+        # A batch that is sampled meanwhile must see all transforms or none of the change.
         with self._replay_lock:
             super().append_transform(transform, invert=validation.flag("invert", invert))
         return self
 
     def insert_transform(self, index: int, transform: Transform, *, invert: bool = False) -> Self:
-        """Inserts a transform behind `index` others; returns the storage. See `append_transform`."""
+        """Inserts a transform after the first `index` ones; returns the buffer."""
         index = validation.integer("index", index)
         reject_torchrl_components(
             *transforms_in(validation.instance("transform", transform, Transform))
@@ -773,23 +776,24 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
-        """Updates the priorities of a drawn batch, from its entry `priority_key` or from `priority`.
+        """Updates the priorities of a sampled batch, from its entry `priority_key` or from `priority`.
 
-        Rows that others have replaced since are skipped. For sequences, each anchor gets its sequence's
-        priority or, with one per row, the largest over its valid learning steps. A no-op if the sampler
-        does not use priorities, so training loops can call it unconditionally.
+        Transitions that were overwritten since are skipped. A sequence has one priority, that of its
+        anchor: the priority passed for the sequence, or the largest priority of its valid learning steps.
+        Without priorities in the sampler this does nothing, so training loops can call it in any case.
 
         Args:
-            data: a sampled batch, or some of its rows, possibly reshaped to sequences by
-                `batch.reshape(-1, num_steps)`; its priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced
+            data: a sampled batch or a part of it, possibly reshaped to sequences by
+                `batch.reshape(-1, num_steps)`. Its priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced
                 by the sampler's `reduction`.
-            priority: the priorities, if not an entry of the batch: one per row, shape `[B]`, or `[n, S]`
-                for n sequences of S rows; or one per sequence, `[n]`, as from `sequence_priority`.
+            priority: the priorities, if they are not an entry of the batch: one per transition, `[B]`, or
+                `[n, S]` for n sequences of S steps; or one per sequence, `[n]`, as from
+                `sequence_priority`.
 
         Raises:
-            KeyError: the batch was drawn by priority but holds none, or lacks its `index`.
-            ValueError: a priority is negative or not finite, or the shape does not fit. Nothing is
-                changed then.
+            KeyError: the batch has no priorities, or no `index`.
+            ValueError: a priority is negative or not finite, or the shape does not fit. No priority was
+                updated.
         """
         validation.tensordict("data", data)
         if (sampler := self._prioritized) is None:
@@ -800,13 +804,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             sampler.set_priorities(self._storage, slots, values, steps)
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
-        """Sets the priorities of rows by their slots, such as those that `extend` returned.
+        """Sets the priorities of transitions by their slots, such as those that `extend` returned.
 
-        For a sampled batch call `update_tensordict_priority`, which skips rows overwritten since the draw
-        and knows sequences.
+        For a sampled batch call `update_tensordict_priority`, which skips transitions that were
+        overwritten since, and supports sequences.
 
         Raises:
-            ValueError: a priority is negative or not finite. Nothing is changed then.
+            ValueError: a priority is negative or not finite. No priority was updated.
         """
         if (sampler := self._prioritized) is not None:
             with self._replay_lock, self._write_lock:
@@ -815,56 +819,56 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     # State
 
     def state_dict(self) -> State:
-        """Returns all that the next writes and draws depend on: tensors, numbers, text, lists, dicts.
+        """Returns everything that the next writes and samples depend on.
 
-        Batches that were drawn ahead are not part of it.
+        It consists of tensors, numbers, strings, lists and dicts. Prefetched batches are not part of it.
         """
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
-            rest = component_states(self)  # first, as it gives new rows their priorities
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
+            rest = component_states(self)  # first, as new transitions get their priorities
             return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Goes on from what `state_dict` returned, parameters included.
+        """Continues from a state that `state_dict` returned, parameters included.
 
         Raises:
-            ValueError, TypeError, KeyError: the state is damaged, or of a storage of another size,
-                layout, number of lanes, or with other parts. Nothing is changed then.
+            ValueError, TypeError, KeyError: the state is damaged, or belongs to a buffer with another
+                size, layout, number of lanes, or other components. Nothing was changed.
         """
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
             adopt = parsed(self, state_dict)
             ahead.clear()
             adopt()
 
     def dumps(self, path: Any) -> None:
-        """Saves what `state_dict` returns as a closed directory. Loading it runs no code.
+        """Saves the state in a directory. Loading it runs no code.
 
-        An earlier dump there is replaced once this one is on the disk: after an error, a kill or a power
-        cut, one of the two is there.
+        An earlier dump at the same path is replaced once this one is on the disk: after an error, a kill
+        or a power cut, one of the two is complete.
 
         Args:
-            path: the directory; it is made if it is not there.
+            path: the directory; it is created if it does not exist.
 
         Raises:
-            RuntimeError: nothing says yet what rows hold, or the directory is open to write.
-            OSError: the disk is full, or the directory holds something else.
+            RuntimeError: the fields are not known yet, or the directory is open for writing.
+            OSError: the disk is full, or the directory contains other files.
         """
         path = validation.directory("path", path)
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
             self._storage.dumps(path, to_json(component_states(self)))
 
     def loads(self, path: Any) -> None:
-        """Goes on from what `dumps` saved, parameters included.
+        """Continues from a state that `dumps` saved, parameters included.
 
         Args:
             path: the directory.
 
         Raises:
-            FileNotFoundError: it holds no dump.
+            FileNotFoundError: the directory contains no dump.
             ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
-                Nothing is changed then.
+                Nothing was changed.
         """
         rows, rest = dumps.read(validation.directory("path", path))
         self.load_state_dict({"rows": rows, "rest": from_json(rest)})
@@ -872,40 +876,45 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     # In a directory
 
     def flush(self) -> None:
-        """Waits until all rows are on the disk, with the state of generator, samplers and recorder.
+        """Waits until all transitions are on the disk, with the state of generator, samplers and recorder.
 
-        They survive a loss of power, unless evicted since.
-
-        What is written survives a kill without it. In memory there is nothing to do.
+        Afterwards they survive a power cut, unless they are evicted. Kills need no `flush`: written
+        transitions survive them in any case. In memory this does nothing.
 
         Raises:
-            OSError: the disk is full. The rows are there, as after a kill.
+            OSError: the disk is full. The transitions are stored as after a kill.
         """
         with self._replay_lock, self._write_lock:
             self._storage.flush(to_json(component_states(self)))
 
     def close(self, *, keep: bool = True) -> None:
-        """Flushes the rows of a directory, and lets another process write. Drawing goes on.
+        """Flushes a directory, and lets another process write. This buffer can still sample.
 
         Args:
-            keep: whether the directory stays; False removes it.
+            keep: whether to keep the directory; False removes it.
 
         Raises:
-            OSError: the disk is full. The rows are there, as after a kill.
+            OSError: the disk is full. The transitions are stored as after a kill.
         """
         keep = validation.flag("keep", keep)
         with self._replay_lock, self._write_lock:
             self._storage.close(to_json(component_states(self)), keep=keep)
 
     def __getstate__(self) -> State:
-        """Returns what makes a copy of the storage, with rows of its own."""
+        """Returns the state of a copy, which has its own transitions."""
         ahead = self._prefetch_queue
-        with ahead.lock, ahead.finished(), self._replay_lock, self._write_lock:
+        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
             state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
-            own: tuple[str, ...] = ("_prefetch_queue", "_flow", "_iterator", "_replay_lock", "_rng")
-            if not self.shared or get_spawning_popen() is None:  # a copy, which is not shared
+            own: tuple[str, ...] = (
+                "_prefetch_queue",
+                "_pipeline",
+                "_iterator",
+                "_replay_lock",
+                "_rng",
+            )
+            if not self.shared or get_spawning_popen() is None:  # a copy is not shared
                 own += ("_process_lock", "shared")
-                # As bytes: tensors that are sent to a spawned process must outlive this call.
+                # Pickled: tensors that are sent to a spawned process must outlive this call.
                 state["rest"] = pickle.dumps(component_states(self))
         return {name: state[name] for name in state if name not in own}
 
@@ -913,26 +922,27 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         rest, prefetch = state.pop("rest", None), state.pop("prefetch")
         self.__dict__.update(state)
         self._replay_lock = threading.RLock()
-        self._prefetch_queue = Prefetcher(self._draw_ahead, prefetch)
+        self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
+        self._pipeline = self._new_pipeline()
         if rest is not None:
-            # Rows of a directory may have been written since, by this storage.
+            # This buffer may have written to the directory since.
             is_reopened = self._storage.path is not None
             prepare_load_components(self, pickle.loads(rest), reopened=is_reopened)()
 
     # Inspection
 
     def explain(self, batch: TensorDictBase) -> Explanation:
-        """Reports which row each sample of a batch is and how it was transformed; prints as a table.
+        """Reports which transition each sample is and how it was transformed; prints as a table.
 
         Args:
-            batch: sampled from this storage; its rows must not have been overwritten since.
+            batch: a batch of this buffer, whose transitions are still stored.
 
         Returns:
             columns of slot, lane, age, episode, step and more, see `buffer.explain`.
 
         Raises:
             KeyError: the batch has no `index`.
-            IndexError: some of its rows are no longer stored.
+            IndexError: a transition of the batch was overwritten since.
         """
         validation.tensordict("batch", batch)
         with self._replay_lock, self._write_lock:
@@ -963,7 +973,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             found["episodes"] = view.episodes.num_episodes
             found["oldest_age"] = int((fill - 1).max(initial=0))
             found["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
-            found["batches"], found["samples_returned"] = self._num_batches, self._num_sampled
+            found["batches"], found["samples_returned"] = self._num_sampled
             if sampler is not None:
                 priorities = sampler.priorities_of(view).by_slot()
                 priorities = priorities[priorities < math.inf]
@@ -972,16 +982,16 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         return found
 
     def validate(self) -> None:
-        """Checks the tables against one another, and in a directory each row.
+        """Checks the index, and in a directory each transition.
 
         Raises:
-            RuntimeError, ValueError: a check failed, or a row is damaged.
+            RuntimeError, ValueError: the index contradicts itself, or a transition is damaged.
         """
         with self._replay_lock, self._write_lock:
             self._storage.validate()
 
 
 def _prioritized(sampler: Any) -> Any:
-    """Returns the layer of a sampler that draws by priority; None if none does."""
+    """Returns the layer of a sampler that uses priorities; None if there is none."""
     layer = layers_of(sampler)[-1]
     return layer if isinstance(layer, PERSampler) else None

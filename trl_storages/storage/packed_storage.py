@@ -133,7 +133,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         # How many transitions the directory held when it was opened.
         self._num_opened = 0
         # Whether there were not entries enough for any rows, and whether it was said.
-        self._is_short = self._is_warned = False
+        self.is_short = self._is_warned = False
         # Whether the memory that rows need was compared with that of the machine.
         self._is_sized = False
         # Before the layout is known there is an empty index, so that sizes are checked at once.
@@ -270,7 +270,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             `[N]` int64 slots, -1 of rows that gave way at once, and how many gaps were cut.
         """
         self.backend.check_writer()
-        self.warn_of_size()
+        if self.is_short:
+            self.warn_of_size()
         index, gaps = self.episodes, 0
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         parts = block.parts(index.most_steps)
@@ -285,12 +286,12 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             slots = self._slots_of(block)
         if tails is not None:
             due = np.maximum(tails, index.cursors - index.steps_per_lane)
-            self._is_short = bool((index.tails > due).any())
+            self.is_short = bool((index.tails > due).any())
         return slots, gaps
 
     def warn_of_size(self) -> None:
         """Warns once if rows were evicted early, before the next rows are written or sampled."""
-        if self._is_short and not self._is_warned:
+        if self.is_short and not self._is_warned:
             self._is_warned, index = True, self.episodes
             warn_caller(
                 f"{len(index):,} of {self.max_size:,} transitions fit, because short episodes take more "
