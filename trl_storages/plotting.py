@@ -141,8 +141,10 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     colours = np.array([to_rgb(colour) for colour in _EPISODES])
     picture = np.full((num_lanes * T, 3), to_rgb(_GREY))
     picture[episodes.slots_of(lane[number], step)] = colours[number % len(colours)]
-    picture, extent = picture.reshape(num_lanes, T, 3), (0, T, num_lanes - 0.5, -0.5)
-    ax.imshow(picture, aspect="auto", interpolation="nearest", extent=extent)
+    extent = 0, T, num_lanes - 0.5, -0.5
+    ax.imshow(
+        picture.reshape(num_lanes, T, 3), aspect="auto", interpolation="nearest", extent=extent
+    )
 
     def mark(lane: np.ndarray, step: np.ndarray, *style: Any, **options: Any) -> None:
         ax.vlines(step, lane - 0.5, lane + 0.5, *style, **options)

@@ -1,7 +1,7 @@
-"""Ready-made storages: choose one, give it the spaces of an environment, write and sample.
+"""Presets: replay buffers that are created from an environment or its spaces.
 
-Those that draw single rows take every keyword, in any combination, and differ in their defaults:
-`UniformReplayStorage` documents the keywords and puts the parts together.
+All presets accept every keyword, in any combination, and differ in their defaults. `UniformReplayStorage`
+documents the keywords and builds the components.
 """
 
 from __future__ import annotations
@@ -77,64 +77,62 @@ def _with(make: Callable[Options, None], **defaults: Any) -> Callable[Options, N
 
 
 class UniformReplayStorage(ReplayStorage):
-    """Stores transitions of an environment and draws them uniformly.
+    """A replay buffer that samples uniformly.
 
-    The spaces fix the layout of the rows, so even a first write that does not fit raises. Stored are
-    the observation (the entries of a dict space under their own names, any other space as
+    The spaces fix the fields of a transition, so even a first write that does not fit raises. The fields
+    are the observation (the entries of a dict space under their own names, any other space as
     `observation`) at the root and under `next`, `action`, and `reward`, `done`, `terminated` and
-    `truncated` under `next`. Further entries added by a collector or policy are dropped.
+    `truncated` under `next`. Other entries of a collector or policy are not stored.
 
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
         action_space: gymnasium's, or a TorchRL spec such as `env.action_spec`.
-        storage_size: total number of transitions, over all environments, equally many of each; rounded up
-            to a multiple of `num_envs`.
-        num_envs: E, number of environments recorded in parallel, over all workers; of one worker where
-            a collector's workers write by themselves (`replay_buffer=`) and play several each.
+        storage_size: number of transitions over all environments, rounded up to a multiple of `num_envs`.
+        num_envs: E, number of environments over all workers. If each worker of a collector writes by
+            itself (`replay_buffer=`), the number of environments of one worker.
         batch_size: B, transitions per batch.
-        device: where the rows and batches are.
-        path: directory of the rows, which outlive the process; if it holds rows, writing and sampling
-            continue from them. None keeps rows in memory.
-        mode: "r+" writes to `path`; "r" reads what it holds, while another process may be writing.
+        device: device of the transitions and batches, "cpu" or "cuda".
+        path: directory of the transitions, which outlive the process. If it contains transitions, the
+            buffer continues from them. None keeps transitions in memory.
+        mode: "r+" writes to `path`; "r" reads `path` while another process may write.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
         reward_key: entry that n-step returns sum, or a list of several: `[("next", "reward"), ("next",
             "cost")]` with `info_keys=["cost"]`.
-        alpha: priority exponent; 0 draws without priorities, and batches have no `priority_weight`.
+        alpha: priority exponent; 0 samples without priorities, and batches have no `priority_weight`.
         beta: exponent of the importance weights.
-        eta: recency strength in (0, 1]; 1 draws from the whole storage.
-        c_min: the smallest window of recent rows.
-        sample_unit: expands a drawn row, such as `EpisodeSequence`; None draws single rows.
-        transform: applied to each batch, after hindsight and n-step returns.
+        eta: recency strength in (0, 1]; 1 samples from the whole buffer.
+        c_min: the smallest recency window, in transitions.
+        sample_unit: expands each sampled transition, as `EpisodeSequence` does; None leaves it.
+        transform: is applied to each batch, after HER and n-step returns.
         frame_stack: k, if observations are stacks of the k newest frames along their first or last
-            dimension: each frame is stored once, and batches contain the stacks. A mapping from key to
-            `FrameStack` selects the entries.
-        extra_fields: key -> (dtype, shape) of further entries, such as hidden states or
-            log-probabilities. `record` takes them from the infos, so hand `{**info, "state": state}` to
-            it, or `{**info, "state": state, "next": {"state": next_state}}` where both have a field. That
-            of `("next", "reward")` is in the place of (float32, [1]): recipes store one reward a row. For
-            those of each agent put a storage together from parts.
-        info_keys: entries of gymnasium's infos to store as well: keys, whose first write fixes dtype and
-            shape, or a mapping from key to space. `force` is stored as `("next", "force")`, where
-            TorchRL's info readers write it, because an info describes what the step led to: n-step
-            returns take it from the last step. A nested key is stored as it is. What belongs to the
-            observation, such as a hidden state before the step, is an entry of `extra_fields`.
-        autoreset_mode: gymnasium's, `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
-            loops that reset themselves. `record` of several environments needs it.
+            dimension. Each frame is stored once, and batches contain the stacks. A mapping from key to
+            `FrameStack` selects the fields.
+        extra_fields: key -> (dtype, shape) of further fields, such as recurrent states or
+            log-probabilities. `record` takes them from the infos: pass `{**info, "state": state}`, or
+            `{**info, "state": state, "next": {"state": next_state}}` if both are fields.
+            `("next", "reward")` replaces the field of the reward, (float32, [1]). For one reward per
+            agent build the buffer from components.
+        info_keys: entries of gymnasium's infos to store: keys, whose first write fixes dtype and shape,
+            or a mapping from key to space. `force` is stored as `("next", "force")`, where TorchRL's info
+            readers write it, because an info describes the next state: n-step returns take it from the
+            last step. A nested key is stored as it is. Use `extra_fields` for entries that describe the
+            observation, such as a recurrent state before the step.
+        autoreset_mode: gymnasium's `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for loops
+            that reset environments themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
-            its lane: "cut" the episode there, with one warning, or "ignore" it, as in `EpisodeWriter`.
+            its lane: "cut" splits the episode there, with one warning; "ignore" continues it.
         max_entries: room for observations, over all environments; see `PackedStorage`.
-        fresh: whether to discard what `path` holds.
-        cold: whether `path` is larger than the memory, so that rows are read from the disk as they are
-            sampled; None is so where it takes more than the memory when it is opened.
-        prefetch: number of batches to draw ahead in a background thread.
-        seed: seed of the draws, unless `path` holds a generator; None uses torch's default one.
-        service_backend: "ray" makes the storage in an actor of Ray, and returns a handle of it.
+        fresh: whether to discard the contents of `path`.
+        cold: whether `path` is larger than the memory; see `PackedStorage`.
+        prefetch: number of batches to prefetch in a background thread.
+        seed: seed of sampling, unless `path` contains a generator; None uses torch's default generator.
+        service_backend: "ray" creates the buffer in a Ray actor, and returns a handle.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
-    `storage.n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with hindsight
-    `num_goals` and `strategy`, read and set the parameters of its parts, from the next draw on; batches
-    already prefetched keep the old values.
+    `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with HER `num_goals` and
+    `strategy`, are attributes of the buffer that may be set at any time. A new value applies from the next
+    batch on; prefetched batches keep the old value.
 
     Raises:
         ValueError: `storage_size` is smaller than `2 * num_envs`; an option is out of range; or a field
@@ -152,7 +150,7 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
-    # Draws goals, and writes them; set by what has them.
+    # Chooses goals, and writes them; set by HERReplayStorage.
     _goals: tuple[HERSampler, GoalRelabel] | None = None
 
     @renamed(_SYNONYMS)
@@ -189,7 +187,7 @@ class UniformReplayStorage(ReplayStorage):
         service_backend: str | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # TorchRL's metaclass sees to the backend.
+        # TorchRL's metaclass handles service_backend.
         num_envs = validation.integer("num_envs", num_envs, at_least=1)
         size = validation.integer("storage_size", storage_size, at_least=2 * num_envs)
         size = -(-size // num_envs) * num_envs
@@ -197,7 +195,7 @@ class UniformReplayStorage(ReplayStorage):
         stored, infos = _fields(
             observation_space, action_space, frame_stack, extra_fields or {}, info_keys
         )
-        # Made in any case, which checks their options.
+        # Created in any case, so that all options are checked.
         by_priority, recent = PERSampler(size, alpha, beta), ERESampler(eta, c_min)
         sampler: Any = by_priority if alpha else UniformSampler()
         if eta != 1:
@@ -243,13 +241,12 @@ class UniformReplayStorage(ReplayStorage):
 
     @classmethod
     def from_env(cls, env: gymnasium.Env[Any, Any] | VectorEnv | EnvBase, **options: Any) -> Self:
-        """Makes a storage for an environment, from its spaces and number of environments.
+        """Creates a buffer for an environment, from its spaces and number of environments.
 
         Args:
-            env: a gymnasium environment or vector environment, whose `autoreset_mode` is used as well, or
-                "NextStep" in gymnasium's `Autoreset`; or a TorchRL environment, batched or not.
-            **options: as in the constructor. `reward_fn` for hindsight must be passed, as it may be a
-                custom function.
+            env: a gymnasium environment or vector environment, from which `autoreset_mode` is read, too;
+                or a TorchRL environment, batched or not.
+            **options: as in the constructor. HER needs `reward_fn`, such as `gym_reward(env)`.
 
         Raises:
             TypeError: it is not an environment, or an option is unknown.
@@ -294,7 +291,7 @@ def _check_reward(env: EnvBase) -> None:
         )
 
 
-# Of all storages here; hindsight has others besides.
+# The keywords of all presets.
 _KEYWORDS = signature(UniformReplayStorage).parameters.keys()
 
 
@@ -305,7 +302,7 @@ def _fields(
     extra_fields: Fields,
     info_keys: InfoKeys,
 ) -> tuple[dict[Any, Any], list[NestedKey]]:
-    """Returns the fields of the rows, None of an info whose field is yet unknown, and the infos."""
+    """Returns the fields, with None for infos whose dtype and shape are unknown yet, and the infos."""
     fields = transition_fields(observation_space, action_space, info_keys)
     names = validation.keys("info_keys", info_keys)
     infos = [*map(keys.info_key, names)]
@@ -316,7 +313,7 @@ def _fields(
         for key, (dtype, shape) in validation.mapping("extra_fields", extra_fields, what).items()
     }
     if taken := {*further} & {*names, *infos, *fields} - {keys.REWARD}:
-        raise ValueError(f"extra_fields must be others than those of the spaces, got {taken}.")
+        raise ValueError(f"extra_fields must differ from the fields of the spaces, got {taken}.")
     fields |= further
     # The first write fixes the layout of infos without a space.
     stored: dict[Any, Any] = {**dict.fromkeys(infos), **fields}
@@ -326,7 +323,7 @@ def _fields(
 
 
 def _nested(*spaces: AnySpace) -> Nested:
-    """Returns which TensorDicts of the rows have further batch sizes, also under `next`."""
+    """Returns which nested TensorDicts have further batch sizes, also under `next`."""
     found: dict[Any, torch.Size] = {}
     for spec in spaces:
         if isinstance(spec, Composite):
@@ -339,7 +336,7 @@ def _stacks(
     fields: Mapping[NestedKey, Any],
     infos: Collection[NestedKey],
 ) -> Mapping[NestedKey, FrameStack]:
-    """Returns the observations that are stacks: as named, or all whose first or last size is k.
+    """Returns the observations that are frame stacks: as named, or all whose first or last size is k.
 
     Raises:
         KeyError: no such observation; the message lists the existing ones.
@@ -369,7 +366,7 @@ def _stacks(
 
 
 class NStepReplayStorage(UniformReplayStorage):
-    """Draws n-step transitions, with n = 3 by default; keywords as in `UniformReplayStorage`.
+    """A replay buffer with n-step returns, n = 3 by default; keywords as in `UniformReplayStorage`.
 
     >>> from gymnasium.spaces import Box, Discrete
     >>> storage = NStepReplayStorage(Box(-1, 1, (3,)), Discrete(2), n_step=5, discount=0.9)
@@ -381,7 +378,7 @@ class NStepReplayStorage(UniformReplayStorage):
 
 
 class PrioritizedReplayStorage(UniformReplayStorage):
-    """Draws transitions by priority; `update_tensordict_priority(batch)` sets them from `td_error`.
+    """Prioritized replay: call `update_tensordict_priority(batch)` after the loss has set `td_error`.
 
     Keywords as in `UniformReplayStorage`, with alpha = 0.6 by default.
 
@@ -400,7 +397,7 @@ class PrioritizedReplayStorage(UniformReplayStorage):
 
 
 class EREReplayStorage(UniformReplayStorage):
-    """Emphasises recent experience within phases of updates; see `ERESampler`.
+    """Samples recent experience more often; see `ERESampler`.
 
     Keywords as in `UniformReplayStorage`, with eta = 0.996 by default.
 
@@ -416,7 +413,7 @@ class EREReplayStorage(UniformReplayStorage):
 
 
 class HERReplayStorage(UniformReplayStorage):
-    """Hindsight experience replay: relabels most drawn transitions with an achieved goal.
+    """Hindsight experience replay: relabels most sampled transitions with an achieved goal.
 
     All other keywords as in `UniformReplayStorage`.
 
@@ -497,8 +494,8 @@ class HERReplayStorage(UniformReplayStorage):
         names, goals = [*there.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
         if missing := [key for key in goals if key not in names]:
             raise KeyError(
-                f"observation_space must be a dict with {missing} for hindsight; it has "
-                f"{names}. Of a dataset, from_arrays(..., goal_fn=...) works goals out."
+                f"observation_space must be a dict with {missing} for HER; it has {names}. For a dataset "
+                "pass goal_fn= to from_arrays, which computes goals."
             )
         for key in goals:
             if isinstance(there[key], Dict | Composite):

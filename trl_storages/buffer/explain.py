@@ -1,6 +1,6 @@
-"""What a drawn batch says of its rows: which they are, how they were transformed, and their priorities.
+"""Explains a sampled batch, and reads the priorities of its transitions.
 
-Letters: B samples of a batch, flattened; A agents; N rows, n sequences, S rows of a sequence.
+Letters: B samples of a batch, flattened; A agents; N transitions; n sequences, S steps of a sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trl_storages.validation import counted
 __all__ = ["Explanation", "explain", "reduce_priorities", "sampled_priorities"]
 
 _ROWS_SHOWN = 10
-# Columns, and the entries of a batch that they show, if there are any.
+# Columns, and the entries of a batch that they show, if the batch has them.
 _OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
     ("valid", keys.VALIDITY_MASK),
     ("valid", keys.MASK),
@@ -39,11 +39,11 @@ class Explanation:
 
     Args:
         columns: name -> `[B]`, or `[B, A]` for several agents, as described in `explain`.
-        num_rows: how many rows were stored.
+        num_rows: the number of stored transitions.
 
     >>> columns = {"slot": torch.tensor([7, 3]), "age": torch.tensor([0, 4])}
     >>> print(Explanation(columns, 12))
-    2 samples of 12 rows stored
+    2 samples of 12 transitions stored
     slot  age
        7    0
        3    4
@@ -61,7 +61,7 @@ class Explanation:
         return len(self.columns["slot"])
 
     def __repr__(self) -> str:
-        title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'row')} stored"
+        title = f"{counted(len(self), 'sample')} of {counted(self.num_rows, 'transition')} stored"
         if "relabelled" in self.columns:
             title += f", {int(self['relabelled'].sum())} of them with a goal that was reached"
         shown = {name: it[:_ROWS_SHOWN].tolist() for name, it in self.columns.items()}
@@ -82,30 +82,30 @@ def _cell(value: float | list[Any]) -> str:
 
 
 def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> Explanation:
-    """Reports for each sample which row it is and how it was transformed.
+    """Reports for each sample which transition it is and how it was transformed.
 
-    The columns, int64 unless noted; the last four groups appear only if the batch holds their entries:
+    The columns, int64 unless noted; the last four groups appear only if the batch has their entries:
 
-    - `slot`, `lane`: where the row is stored.
-    - `age`: its rank by age; the newest row is 0.
-    - `episode`: a number for its episode; `step`, `length`: its position among the surviving rows of
-      that episode, from 0, and their count.
+    - `slot`, `lane`: where the transition is stored.
+    - `age`: its rank by age; the newest transition has age 0.
+    - `episode`: a number for its episode; `step`, `length`: its position among the stored transitions of
+      that episode, from 0, and their number.
     - `valid`: bool, False for padding in a sequence or episode.
-    - `steps`: how many steps are folded into it; `[B, A]` if each of A agents has its own count.
+    - `steps`: the number of rewards that its n-step return sums; `[B, A]` if A agents have their own.
     - `weight`: float, its importance weight.
-    - `relabelled`: bool, whether its goal was replaced by an achieved one; `goal_slot`: the row that
-      goal comes from (the row itself if not relabelled); `goal_same_episode`: bool; `goal_offset`: how
-      many steps later in the lane that row is, 0 for other episodes. For a goal with another key, such
-      as `actor_goal`, these are `actor_goal_relabelled`, `actor_goal_slot`, ...
+    - `relabelled`: bool, whether its goal was replaced by an achieved goal; `goal_slot`: the slot of the
+      transition that achieved this goal (its own slot if not relabelled); `goal_same_episode`: bool;
+      `goal_offset`: how many steps later in the lane the goal was achieved, 0 for other episodes. For a
+      goal with another key, such as `actor_goal`, the columns are `actor_goal_relabelled`, ...
 
     Args:
-        batch: a sampled batch with its `index`, whose rows have not been overwritten since.
-        episodes: the index of the storage that it was sampled from.
-        sampler: that of the storage, which may have drawn goals.
+        batch: a sampled batch with its `index`, whose transitions are still stored.
+        episodes: the index of the storage.
+        sampler: the sampler of the buffer, which may have chosen goals.
 
     Raises:
         KeyError: the batch has no `index`.
-        IndexError: `index` names slots without a row, such as those of another storage.
+        IndexError: `index` contains slots without a transition.
     """
     slots: Any = _column(batch, keys.INDEX)
     episodes.check_live(slots)
@@ -123,9 +123,9 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
     for name, key in _OPTIONAL:
         if (column := _column(batch, key)) is not None:
             columns[name] = column
-    # The batch may have been drawn before the sampler was replaced.
-    drawn = [layer.goal_key for layer in layers_of(sampler) if isinstance(layer, HERSampler)]
-    for key in dict.fromkeys([keys.DESIRED_GOAL, *drawn]):
+    # The batch may have been sampled before the sampler was replaced.
+    goal_keys = [layer.goal_key for layer in layers_of(sampler) if isinstance(layer, HERSampler)]
+    for key in dict.fromkeys([keys.DESIRED_GOAL, *goal_keys]):
         goals, mask = (_column(batch, entry) for entry in keys.goal_entries(key))
         if goals is not None and mask is not None:
             name = "goal" if key == keys.DESIRED_GOAL else ".".join(keys.key_path(key))
@@ -139,56 +139,56 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
 
 
 def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:
-    """Returns a number for the episode of each row, the same for its rows alone."""
-    of_lane = torch.from_numpy(episodes.episode[slots.numpy()]).long()
-    return of_lane + episodes.lanes_of(slots) * (episodes.steps_per_lane + 1)
+    """Returns a number for the episode of each transition, different for each episode."""
+    number_in_lane = torch.from_numpy(episodes.episode[slots.numpy()]).long()
+    return number_in_lane + episodes.lanes_of(slots) * (episodes.steps_per_lane + 1)
 
 
 def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
     """Returns an entry as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
-    entry, rows = batch.get(key, None), batch[keys.INDEX].shape
-    # The batch size may be that of the sequences, with their rows as a dimension of the entries.
-    if entry is None or entry.shape[: len(rows)] != rows:
+    entry, shape = batch.get(key, None), batch[keys.INDEX].shape
+    # The batch size may be that of the sequences, with their steps as a dimension of the entries.
+    if entry is None or entry.shape[: len(shape)] != shape:
         return None
-    found = entry.detach().cpu().reshape(rows.numel(), -1)
-    return found.squeeze(1) if found.shape[1] == 1 else found
+    column = entry.detach().cpu().reshape(shape.numel(), -1)
+    return column.squeeze(1) if column.shape[1] == 1 else column
 
 
 def sampled_priorities(
     data: TensorDictBase, priority_key: NestedKey, priority: torch.Tensor | None, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the drawn slots, their new priorities, and the steps that they were drawn as.
+    """Returns the slots of a sampled batch, their new priorities, and which steps they held.
 
     The anchor of a sequence gets the largest priority of its valid learning steps in `data`.
 
     Args:
-        data: a sampled batch of any batch size, or some of its rows; sequences also with batch size `[n]`
+        data: a sampled batch of any batch size, or a part of it; sequences also with batch size `[n]`
             and entries `[n, S, ...]`.
-        priority_key: entry of the priorities.
-        priority: the priorities if they are not an entry of `data`. One per row (`[N]`, `[n, S]`) or one
-            per sequence (`[n]`); trailing dimensions are allowed.
-        reduction: how several values of one row become one: "max", "min", "mean" or "median".
+        priority_key: key of the priorities.
+        priority: the priorities, if they are not an entry of `data`: one per transition (`[N]`,
+            `[n, S]`) or one per sequence (`[n]`); trailing dimensions are allowed.
+        reduction: how several values of one transition become one: "max", "min", "mean" or "median".
 
     Raises:
-        KeyError: the batch lacks the priorities, or the entries that say which rows were drawn.
-        ValueError: the priorities do not fit the rows, as `[N, N]` does not that comes of `[N]` and
-            `[N, 1]`.
+        KeyError: the batch has no priorities, or no `index`.
+        ValueError: the shape of the priorities does not fit, such as `[N, N]`, the result of combining
+            `[N]` and `[N, 1]`.
     """
     anchors = data.get(keys.ANCHOR_INDEX, None)
     slots = data[keys.INDEX] if anchors is None else anchors
     priority = data[priority_key] if priority is None else validation.values("priority", priority)
-    priority, rows, n = priority.detach(), slots.shape, priority.shape[:1].numel()
-    num_rows = rows.numel()
+    priority, shape, n = priority.detach(), slots.shape, priority.shape[:1].numel()
+    num_rows = shape.numel()
     if anchors is not None and priority.shape in ((n,), (n, 1)) and n and num_rows % n == 0:
         sequences = anchors.reshape(n, -1)
         if (sequences == sequences[:, :1]).all():
             priority = priority.reshape(n, 1).expand_as(sequences)
     given = priority.shape
-    is_of_rows = given[: len(rows)] == rows or num_rows in accumulate(given, mul)
-    if not is_of_rows or (num_rows > 1 and given.numel() == num_rows**2):
+    is_per_transition = given[: len(shape)] == shape or num_rows in accumulate(given, mul)
+    if not is_per_transition or (num_rows > 1 and given.numel() == num_rows**2):
         raise ValueError(
-            f"there must be one priority a row, {[*rows]}, or one for all rows of a sequence, got "
-            f"{[*given]}, as arithmetic of {[*rows]} with {[*rows, 1]} makes. Nothing was updated."
+            f"expected one priority per transition, shape {[*shape]}, or one per sequence; got "
+            f"{[*given]}. Did you combine shapes {[*shape]} and {[*shape, 1]}? No priority was updated."
         )
     values, steps = (
         reduce_priorities(priority, num_rows, reduction),
@@ -197,7 +197,7 @@ def sampled_priorities(
     if anchors is None:
         return slots, values, steps
     is_learnt = (data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]).reshape(-1)
-    # An anchor may have several sequences, of which the last one counts.
+    # An anchor may have several sequences; the last one counts.
     numbers = torch.stack([data[keys.SEQUENCE_ID], anchors], -1).reshape(-1, 2)
     sequences, at = torch.unique(numbers, dim=0, return_inverse=True)
     values, largest = torch.where(is_learnt, values, 0), values.new_empty(len(sequences))
@@ -208,7 +208,7 @@ def sampled_priorities(
 
 
 def reduce_priorities(priority: torch.Tensor, num_rows: int, reduction: str) -> torch.Tensor:
-    """Reduces the values of each row to one, `[N]`."""
+    """Reduces the values of each transition to one, `[N]`."""
     if priority.numel() == num_rows:
         return priority.flatten()
     return REDUCTIONS[reduction](priority.reshape(num_rows, -1), 1)

@@ -21,8 +21,8 @@ def read(storage: PackedStorage, index: Any) -> Any:
 
     Args:
         storage: holds the transitions.
-        index: a slice in time order, oldest transition first; slots as an int, list or tensor; a mask over
-            the slots; or a key.
+        index: a slice in time order, oldest transition first; slots as an int, list or tensor; a mask
+            over the slots; or a key.
 
     Raises:
         IndexError: a slot holds no transition.

@@ -493,8 +493,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         Transitions, episodes and counters move to memory that forked processes share. One process
         samples. A file lock lets one process write or sample at a time. The operating system releases it
         when its holder is killed: earlier transitions are intact, and the other processes continue. Fork
-        workers while no other thread of this process samples or writes, because a fork copies the locks of
-        threads as they are.
+        workers while no other thread of this process samples or writes, because a fork copies the locks
+        of threads as they are.
 
         Returns:
             the buffer.
@@ -723,7 +723,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     # Components
 
     def set_sampler(self, sampler: Any) -> Any:
-        """Replaces the sampler, and returns the previous one. The new sampler gets the buffer's generator.
+        """Replaces the sampler, and returns the previous one. The new one gets the buffer's generator.
 
         Raises:
             TypeError: it is a TorchRL sampler that does not support lanes. Nothing was changed.
@@ -876,7 +876,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     # In a directory
 
     def flush(self) -> None:
-        """Waits until all transitions are on the disk, with the state of generator, samplers and recorder.
+        """Waits until all transitions are on the disk, with the state of the other components.
 
         Afterwards they survive a power cut, unless they are evicted. Kills need no `flush`: written
         transitions survive them in any case. In memory this does nothing.

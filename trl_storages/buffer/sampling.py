@@ -111,7 +111,7 @@ class SamplingPipeline:
         return batch, info
 
     def _sample_once(self, batch_size: int) -> tuple[TensorDictBase, Info, torch.Tensor | None]:
-        """Samples a batch, and returns which samples `[B]` were overwritten meanwhile; None if none was."""
+        """Samples a batch, and returns which samples `[B]` were overwritten meanwhile; None if none."""
         if len(self._modules) != self._num_modules:
             self._arrange()
         view = self._storage.view()
@@ -137,7 +137,7 @@ class SamplingPipeline:
         return batch, info, None if view.is_exclusive else self._torn(view, len(slots))
 
     def _torn(self, view: StorageView, batch_size: int) -> torch.Tensor | None:
-        """Returns which samples `[B]` were overwritten, None if none; sequences are replaced as a whole."""
+        """Returns which samples `[B]` were overwritten, None if none; a sequence counts as a whole."""
         is_torn = view.torn(batch_size)
         if is_torn is None or self._unit is None:
             return is_torn
