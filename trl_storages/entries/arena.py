@@ -205,17 +205,18 @@ class Arena:
         """Waits until what was written is on the disk."""
         self._map.flush()
 
-    def give_back(self, name: str, first: int, end: int) -> None:
-        """Gives back the memory of bytes `first` to `end` of an array, as far as they fill pieces."""
+    def give_back(self, name: str, firsts: np.ndarray, ends: np.ndarray) -> None:
+        """Gives back the memory of bytes `firsts` to `ends` `[n]` of an array, as far as they fill pieces."""
         if not GIVES_BACK:
             return
-        base = self._starts[name]
-        start = base + -(-first // self.piece) * self.piece
-        size = base + end // self.piece * self.piece - start
-        if size > 0:
-            # A file system that can't make holes keeps the bytes.
-            how = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
-            with suppress(OSError):
+        firsts = -(-firsts // self.piece) * self.piece
+        sizes = ends // self.piece * self.piece - firsts
+        is_some = sizes > 0
+        starts = (self._starts[name] + firsts[is_some]).tolist()
+        # A file system that can't make holes keeps the bytes.
+        how = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
+        with suppress(OSError):
+            for start, size in zip(starts, sizes[is_some].tolist(), strict=True):
                 self._map.madvise(how, start, size)
 
 

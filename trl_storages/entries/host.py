@@ -22,6 +22,8 @@ __all__ = ["HostEntries", "arena_sizes"]
 
 # Bytes that are reserved ahead at most.
 _AHEAD = 1 << 20
+# Memory is given back in so many turns at most, each of the next lanes.
+_TURNS = 8
 
 
 def arena_sizes(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
@@ -61,13 +63,13 @@ class HostEntries:
         self._firsts = cache(layout.field_offsets)
         # The arrays that have something for each entry, and how many bytes.
         self._sizes = {"entries": layout.entry_words * 8}
-        # Memory is given back after so many rows, when each lane may have left a piece.
-        self._often = max(index.num_envs * arena.piece // (layout.entry_words * 8), 1)
-        self._written = 0
+        # After so many rows one more lane may have left a piece of memory, which it then gives back.
+        self._often = max(arena.piece // (layout.entry_words * 8), 1)
+        self._written, self._next, self._together = 0, 0, -(-index.num_envs // _TURNS)
         if self.is_in_file:
             self._sizes["marks"] = checksums.NUM_WORDS * 8
             # To give back a part of a file takes milliseconds, whatever its size.
-            self._often = max(self._often, index.capacity // 8)
+            self._often = max(self._often, index.steps_per_lane // 8)
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
@@ -102,7 +104,7 @@ class HostEntries:
         if gaps and stops_at_gaps:
             return slots, gaps
         self._written += num_rows
-        if self._written >= self._often:
+        if self._written >= self._often * self._together:
             self._give_back()
         return slots, gaps
 
@@ -135,19 +137,28 @@ class HostEntries:
         self._reserved = ahead - need
 
     def _give_back(self) -> None:
-        """Gives back the memory of all entries that no live step needs, and that no stream ends with."""
-        # Before it does, so that an interrupt leaves no reserved room that is not there.
-        index, self._written, self._reserved = self._index, 0, 0
-        lanes = np.flatnonzero(index.cursors > 0)
-        oldest = np.minimum(index.tails, index.cursors - 1)[lanes]
-        tails = index.where[index.slots_of(lanes, oldest)] - (index.stack - 1)
-        heads, M = index.where[index.newest_slots()[lanes]] + 2, index.entries_per_lane
-        for lane, tail, head in zip(lanes.tolist(), tails.tolist(), heads.tolist(), strict=True):
-            begin, end = lane * M, (lane + 1) * M
-            for first, last in ((begin, tail), (head, end)) if tail < head else ((head, tail),):
-                self._for_entries(self._arena.give_back, first, last)
+        """Gives back memory that no live step needs and no stream ends with, of the next lanes."""
+        index, M, first = self._index, self._index.entries_per_lane, self._next
+        due, self._written = divmod(self._written, self._often)
+        last = min(first + due, index.num_envs)
+        # Before it is given back, so that an interrupt leaves no reserved room that is not there.
+        self._next, self._reserved = last % index.num_envs, 0
+        lanes = first + np.flatnonzero(index.cursors[first:last] > 0)
+        newest = index.cursors[lanes] - 1
+        oldest = np.minimum(index.tails[lanes], newest)
+        starts = index.where[index.slots_of(lanes, oldest)] - (index.stack - 1)
+        heads = index.where[index.slots_of(lanes, newest)] + 2
+        # A stream lies between these two, or around the end of its lane.
+        is_around, ends = starts >= heads, (lanes + 1) * M
+        used = np.stack([starts, heads, ends, ends], 1)
+        used[is_around, 0], used[is_around, 2] = ends[is_around] - M, starts[is_around]
+        used = used.reshape(-1, 2)
+        used = used[used[:, 0] < used[:, 1]]
+        # One call gives back what lies between two streams, also of neighbouring lanes.
+        unused = np.append(first * M, used[:, 1]), np.append(used[:, 0], last * M)
+        self._for_entries(self._arena.give_back, *unused)
 
-    def _for_entries(self, act: Callable[[str, int, int], None], first: int, end: int) -> None:
+    def _for_entries(self, act: Callable[[str, Any, Any], None], first: Any, end: Any) -> None:
         """Reserves, or gives back, what entries `first` to `end` take."""
         for name, size in self._sizes.items():
             act(name, first * size, end * size)
@@ -167,7 +178,7 @@ class HostEntries:
         if self.is_in_file:
             self._for_entries(self._arena.reserve, at, at + sum(map(len, parts)))
         else:
-            self._for_entries(self._arena.give_back, at, at + M)
+            self._for_entries(self._arena.give_back, np.array([at]), np.array([at + M]))
         for part in parts:
             self.entries[at : at + len(part)] = part.numpy()
             at += len(part)

@@ -317,7 +317,9 @@ class Block(NamedTuple):
         if len(self.words) <= most:
             return [self]
         begins, counts, parts = self.offsets[:-1], np.diff(self.offsets), []
-        for done in range(0, int(counts.max()), most):
+        if (longest := int(counts.max())) <= most:
+            return [self]
+        for done in range(0, longest, most):
             firsts, ends = (begins + np.minimum(counts, it) for it in (done, done + most))
             rows: Any = slice(int(firsts[0]), int(ends[0]))
             if len(firsts) > 1:

@@ -40,12 +40,12 @@ from trl_storages.kernels import (
     FIRST,
     LANES,
     LAST,
+    PRIORITIES,
     SEPARATE,
     SHARED,
     STACK,
     STEPS,
     TAIL,
-    WHERE,
 )
 from trl_storages.kernels.checksums import mark, number
 from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
@@ -67,6 +67,8 @@ __all__ = [
     "take",
 ]
 
+# How many lanes are written together.
+_TOGETHER = 256
 # How many rows ahead memory is asked for: loops begin so many early, for that of their first rows.
 _AHEAD = 32
 
@@ -74,11 +76,22 @@ _AHEAD = 32
 @loop
 def find_tips(index: Any, which: Any, tips: Any) -> None:
     """Finds the entry that each of some lanes' streams ends with, `[L]`; -1 if nothing was written."""
-    where, lanes, T = index[WHERE], index[LANES], index[STEPS]
-    for m in range(len(which)):
-        e = which[m]
-        cursor = lanes[e, CURSOR]
-        tips[m] = where[e * T + (cursor - 1) % T] + 1 if cursor > 0 else -1
+    where, episode, ends, spans, lanes, T = index[:6]
+    for m in range(-_AHEAD, len(which)):
+        if m + _AHEAD < len(which):
+            e = which[m + _AHEAD]
+            slot = e * T + (lanes[e, CURSOR] - 1) % T
+            # A write goes on in these tables, at the next slot.
+            prefetch(where, slot)
+            prefetch(episode, slot)
+            prefetch(ends, slot)
+            prefetch(index[PRIORITIES], slot)
+        if m >= 0:
+            e = which[m]
+            cursor = lanes[e, CURSOR]
+            slot = e * T + (cursor - 1) % T
+            tips[m] = where[slot] + 1 if cursor > 0 else -1
+            prefetch(spans, e, episode[slot] * 16, episode[slot] * 16 + 32)
 
 
 @inlined
@@ -119,7 +132,12 @@ def compare(
     F, O, _, _, _ = sizes
     S = O + (k - 1) * F
     next_word, last = block.shape[1] - S, np.empty((1, S), np.int64)
-    for m in range(len(tips)):
+    for m in range(-_AHEAD, len(tips)):
+        if m + _AHEAD < len(tips):
+            # What a stream ends with, and the entry behind it, which is written to.
+            prefetch(entries, max(tips[m + _AHEAD], 0), 0, 2 * entries.shape[1] * 8)
+        if m < 0:
+            continue
         for i in range(offsets[m], offsets[m + 1]):
             if i > offsets[m]:
                 how[i] = _compared(block, i - 1, next_word, block, i, S, sizes)
@@ -298,23 +316,29 @@ def put(
 ) -> int:
     """Writes a block whole, unless it stops at gaps and has some; returns how many it has cut.
 
-    In memory the marks are none.
+    Lanes are written some at a time, so that what one pass reads is in the cache for the next; all
+    together where gaps are to stop the write. In memory the marks are none.
     """
+    k, size, gaps = index[STACK], sizes[1], 0
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
     tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
-    find_tips(index, which, tips)
-    compare(entries, sizes, index[STACK], tips, offsets, block, how)
-    gaps = 0
-    if cuts_gaps or stops_at_gaps:
-        gaps = find_gaps(index, which, offsets, how, done, cut, not stops_at_gaps)
-    if gaps and stops_at_gaps:
-        return gaps
-    make_room(index, which, offsets, how, at)
-    enter(index, which, offsets, how, at, done, cut, slots, numbers)
-    copy_in(entries, sizes, index[STACK], block, how, at)
-    if len(marked[0]):
-        mark(entries, sizes[1], index[STACK], marked, how, at, numbers)
-    publish(index, which, offsets)
+    together = max(len(which), 1) if stops_at_gaps else _TOGETHER
+    for m in range(0, len(which), together):
+        lanes, tip, some = which[m : m + together], tips[m : m + together], offsets[m : m + together + 1]
+        first, end = some[0], some[-1]
+        find_tips(index, lanes, tip)
+        compare(entries, sizes, k, tip, some, block, how)
+        if cuts_gaps or stops_at_gaps:
+            gaps += find_gaps(index, lanes, some, how, done, cut, not stops_at_gaps)
+        if gaps and stops_at_gaps:
+            return gaps
+        make_room(index, lanes, some, how, at)
+        enter(index, lanes, some, how, at, done, cut, slots, numbers)
+        new = how[first:end], at[first:end]
+        copy_in(entries, sizes, k, block[first:end], *new)
+        if len(marked[0]):
+            mark(entries, size, k, marked, *new, numbers[first:end])
+        publish(index, lanes, some)
     return gaps
 
 
