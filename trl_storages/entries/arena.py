@@ -23,6 +23,8 @@ _HUGE = 1 << 21
 _PIECES = 32
 # So many elements are copied at once.
 _CHUNK = 1 << 16
+# Lanes of so many bytes at most are short: all of their file has room on the disk.
+_SHORT = 1 << 20
 _POPULATE = 23  # MADV_POPULATE_WRITE
 _COLLAPSE = 25  # MADV_COLLAPSE: what is there becomes huge pages
 _BLOCK = 512  # bytes of a block of a file, as the system counts them
@@ -41,7 +43,7 @@ class Arena:
         file: descriptor of a file to map, which is empty or has the arena's size; None maps memory.
         writable: whether what is written to the arrays reaches the file, or stays with this process.
         lazy: of a file that is written to, names of arrays that have room on the disk as far as it was
-            reserved; all other arrays have room at once. None is of a file that is memory.
+            reserved, unless lanes are short; all else has room at once. None is of a file that is memory.
 
     Raises:
         OSError: the disk is full.
@@ -84,10 +86,12 @@ class Arena:
                 raise ValueError(f"the file must have {total:,} bytes, got {size:,}")
             if not size:
                 os.ftruncate(file, total)
+        # To reserve for thousands of lanes, and to give back, takes a call of the system for each.
+        is_lazy = not self._is_memory and lane_bytes > _SHORT
+        self.is_reserved = file is not None and (self.piece == _HUGE or is_lazy)
         if writable and lazy is not None and GIVES_BACK:
-            for name in sizes.keys() - lazy:
+            for name in sizes.keys() - (lazy if is_lazy else ()):
                 os.posix_fallocate(self._file, starts[name], sizes[name])
-        self.is_reserved = file is not None and (self.piece == _HUGE or not self._is_memory)
         self._map, first = self._mapped(writable)
         self.is_cold = False
         if file is not None and not self._is_memory:

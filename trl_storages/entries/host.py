@@ -69,7 +69,7 @@ class HostEntries:
         if self.is_in_file:
             self._sizes["marks"] = checksums.NUM_WORDS * 8
             # To give back a part of a file takes milliseconds, whatever its size.
-            self._often = max(self._often, index.steps_per_lane // 8)
+            self._often = max(self._often, index.steps_per_lane // 8) if arena.is_reserved else 1 << 62
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
@@ -95,7 +95,7 @@ class HostEntries:
         """
         num_rows = len(block.words)
         if self._arena.is_reserved:
-            self._reserve(num_rows)
+            self._reserve(int(np.diff(block.offsets).max()))
         slots = np.empty(num_rows, np.int64)
         gaps = entries.put(
             *(self._index.tables, self.entries, self._layout.sizes, *block),
@@ -118,7 +118,7 @@ class HostEntries:
         return int(entries.find_gaps(index.tables, *block[:2], how, *flags))
 
     def _reserve(self, num_rows: int) -> None:
-        """Reserves room on the disk for a write of so many rows, and for some more."""
+        """Reserves room on the disk for a write of so many rows a lane, and for some more."""
         index, k = self._index, self._index.stack
         need = num_rows * (k + 1) + k
         self._reserved -= need
