@@ -362,8 +362,9 @@ def _recover(index: EpisodeIndex, rows: HostEntries, described: Description) -> 
     at = at[rows.are_intact(at)]
     index.reset()
     kept = np.zeros(len(marks), bool)
+    begins_of = np.searchsorted(at, np.arange(index.num_envs + 1) * M).tolist()
     for lane, flushed in enumerate(described.cursors):
-        its = at[at // M == lane]
+        its = at[begins_of[lane] : begins_of[lane + 1]]
         its = its[_chosen(steps[its], flushed, index.steps_per_lane)]
         if not len(its):
             continue

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import NamedTuple
 
@@ -99,19 +100,28 @@ def route(
     is_taken = [False] * num_envs
     # What a new one costs: nothing where the episode is over; else rather what was written long ago.
     cost = np.where(is_open, last_written, -1).tolist()
+    # The lanes by cost; what a lane cost before is passed over.
+    cheapest = [*zip(cost, range(num_envs), strict=True)]
+    heapify(cheapest)
     lane_of = np.empty(len(number), np.int64)
     for at in order.tolist():
         lane = holder.get(int(number[at]))
         if lane is None:
-            own = int(first[at]) // share
-            lane = min(range(num_envs), key=lambda e: (is_taken[e], cost[e], e != own))
-        if is_taken[lane]:
+            while cheapest and (is_taken[cheapest[0][1]] or cost[cheapest[0][1]] != cheapest[0][0]):
+                heappop(cheapest)
+            if cheapest:
+                least, lane = cheapest[0]
+                own = int(first[at]) // share
+                lane = own if not is_taken[own] and cost[own] == least else lane
+        if lane is None:
             need = max(int(stays_open.sum()), num_envs + 1)
             raise ValueError(
                 f"{need} trajectories that run side by side need as many lanes, got {num_envs}: make "
                 f"the storage with num_envs={need}, or end those that are over with a `done`."
             )
         lane_of[at], cost[lane], is_taken[lane] = lane, -1, bool(stays_open[at])
+        if not is_taken[lane]:
+            heappush(cheapest, (-1, lane))
     turn = order.argsort()
     count = np.bincount(lane_of[unit], minlength=num_envs)
     which = np.flatnonzero(count)
