@@ -210,7 +210,7 @@ class Arena:
         self._map.flush()
 
     def give_back(self, name: str, firsts: np.ndarray, ends: np.ndarray) -> None:
-        """Gives back the memory of bytes `firsts` to `ends` `[n]` of an array, as far as they fill pieces."""
+        """Gives back bytes `firsts` to `ends` `[n]` of an array, as far as they fill pieces."""
         if not GIVES_BACK:
             return
         firsts = -(-firsts // self.piece) * self.piece

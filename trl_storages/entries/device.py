@@ -64,7 +64,6 @@ class DeviceEntries:
         # What each stream ended with at which cursor, `[E, S]`.
         self._ended_at = np.zeros(index.num_envs, np.int64)
         self._ends = np.zeros((index.num_envs, layout.seen_words), np.int64)
-        self._places = torch.from_numpy(layout.places()).to(device)
 
     def append(
         self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
@@ -106,8 +105,8 @@ class DeviceEntries:
         # Such as after a load, or where an interrupt came between the cursor and what was kept for it.
         if len(lanes := which[(cursors > 0) & (self._ended_at[which] != cursors)]):
             newest = self._index.where[self._index.newest_slots()[lanes]]
-            words = self._words_of(sent(newest, self.device))[:, self._layout.next_word :]
-            self._keep(lanes, self._entries.view(-1)[words].cpu().numpy())
+            at = sent(newest, self.device)
+            self._keep(lanes, self.gather(at, at)[:, self._layout.next_word :].cpu().numpy())
         return np.where(cursors > 0, which, -1)
 
     def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
@@ -157,11 +156,18 @@ class DeviceEntries:
 
     def _copy_in(self, words: torch.Tensor, at: torch.Tensor) -> None:
         """Copies rows `[N, row_words]` into their entries."""
-        self._entries.view(-1)[self._words_of(at)] = words
+        layout, skipped = self._layout, self._layout.seen_words - self._layout.observation_words
+        if skipped:
+            frames = words[:, :skipped].reshape(-1, layout.frame_words)
+            self._entries[:, : layout.frame_words].index_copy_(0, self._older(at), frames)
+        self._entries.index_copy_(0, at, words[:, skipped : layout.next_word])
+        after = self._entries[:, : layout.observation_words]
+        after.index_copy_(0, at + 1, words[:, layout.next_word + skipped :])
 
-    def _words_of(self, at: torch.Tensor) -> torch.Tensor:
-        """Returns the words of entries that rows `[B]` are made of, `[B, row_words]`."""
-        return at[:, None] * self._layout.entry_words + self._places
+    def _older(self, at: torch.Tensor) -> torch.Tensor:
+        """Returns the k - 1 entries before each of some entries `[B]`, `[B (k - 1)]`."""
+        back = torch.arange(1 - self._layout.frames, 0, device=self.device)
+        return (at[:, None] + back).view(-1)
 
     def stored(self, first: int, end: int) -> torch.Tensor:
         """Returns entries `first` to `end` on the host, `[end - first, W]`."""
@@ -208,12 +214,24 @@ class DeviceEntries:
         Returns:
             `[B, row_words]` int64.
         """
-        words = self._words_of(at)
-        if last is not at:
-            # From the values of the step under `next` on.
-            begin = self._layout.next_word - self._layout.entry_words + self._layout.root_words
-            words[:, begin:] = self._words_of(last)[:, begin:]
-        return self._entries.view(-1)[words]
+        layout, k = self._layout, self._layout.frames
+        W, O, R = layout.entry_words, layout.observation_words, layout.root_words
+        if k == 1 and last is at:
+            return self._from(0, W + O).index_select(0, at)
+        root, rest = (
+            self._from(0, R).index_select(0, at),
+            self._from(R, W + O).index_select(0, last),
+        )
+        if k == 1:
+            return torch.cat([root, rest], 1)
+        frames, size = self._from(0, layout.frame_words), (len(at), (k - 1) * layout.frame_words)
+        older, newer = (frames.index_select(0, self._older(it)).view(size) for it in (at, last + 1))
+        return torch.cat([older, root, rest[:, : W - R], newer, rest[:, W - R :]], 1)
+
+    def _from(self, begin: int, end: int) -> torch.Tensor:
+        """Returns words `begin` to `end` of each entry and of what follows it, a view `[E M - 1, *]`."""
+        W = self._layout.entry_words
+        return self._entries.as_strided((len(self._entries) - 1, end - begin), (W, 1), begin)
 
     def paste(self, *_: Any) -> bool:
         """Returns False: fields of other rows go beside gathered rows; see `HostEntries.paste`."""

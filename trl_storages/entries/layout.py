@@ -168,13 +168,6 @@ class Layout:
         skipped = 0 if field.stack else self._skipped * WORD
         return field.at + skipped + (self.next_word * WORD if field.is_next else 0)
 
-    def places(self) -> np.ndarray:
-        """Returns which word of the entries each word of a row is, from the first of its entry on."""
-        W, older = self.entry_words, np.arange(1 - self.frames, 0)[:, None] * self.entry_words
-        frames = (older + np.arange(self.frame_words)).ravel()
-        after = np.append(frames, np.arange(self.observation_words)) + W
-        return np.concatenate([frames, np.arange(W), after])
-
     def field_offsets(self, key: NestedKey, others: Sequence[NestedKey]) -> np.ndarray:
         """Returns where fields begin in a row, in `words`; none unless all are alike, and no stacks."""
         one = self.by_key[key]

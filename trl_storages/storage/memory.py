@@ -72,7 +72,7 @@ class Memory:
         if max_entries is None and not (is_here and GIVES_BACK):
             # Entries that no row needs are not given back here.
             steps = max_size // max(num_envs, 1)
-            most = max(steps // 8, 64)
+            most = max(steps // 8, 24)
             max_entries = num_envs * (steps + most + (k + 1) * min(most, 64))
         self.index = index = EpisodeIndex(max_size, num_envs, stack=k, max_entries=max_entries)
         self.entries: Any = None
