@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import contest, durability, network, sections
+from tests.benchmarks import contest, durability, lanes, network, sections
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
@@ -107,3 +107,14 @@ def test_a_section_is_measured_on_a_gpu(section):
     results = run_section(section, plan).results
     assert {result.peer for result in results} <= {*ON_CUDA}
     assert all(np.isfinite(result.rounds).all() for result in results)
+
+
+def test_lanes_command_prints_a_line_for_each_work(capsys):
+    lanes.main(["4", "--rows", "256", "--writes", "16"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 4 |")]
+    assert [line.split(" | ")[1] for line in lines] == [
+        "write",
+        "draw 8,192",
+        "draw 32,768",
+        "loop",
+    ]

@@ -107,8 +107,14 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
         count = max(min(cursor - lanes[e, TAIL], window), 0)
         oldest[e], starts[e] = (cursor - count) % T, total
         total += count
+    share = E / max(total, 1)
     for i in range(len(noise)):
-        rank, e, high = _below(noise[i], total), 0, E
+        rank = _below(noise[i], total)
+        # The lane that it is in where all hold as many rows; else it is searched for.
+        e = min(int(rank * share), E - 1)
+        high = e + 1
+        if starts[e] > rank or (high < E and starts[high] <= rank):
+            e, high = 0, E
         while high - e > 1:  # the last lane that begins at or before it
             middle = (e + high) >> 1
             if starts[middle] <= rank:
