@@ -1,8 +1,8 @@
 """Thousands of environments: writes of one step of each, and large draws, in one process by turns.
 
-`python -m tests.benchmarks.lanes [LANES ...]` prints a table in milliseconds of processor time: median, mean
-and longest call, and in brackets the ratio to a plain ring of tensors. "loop" is a write and then two draws of
-8,192, as in FastTD3. `--rows` and `--writes` make it shorter.
+`python -m tests.benchmarks.lanes [LANES ...]` prints a table in milliseconds of processor time: median,
+mean and longest call, and in brackets the ratio to a plain ring of tensors. "loop" is a write and then
+two draws of 8,192, as in FastTD3. `--rows` and `--writes` make it shorter.
 """
 
 import argparse
