@@ -324,7 +324,11 @@ def put(
     tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
     together = max(len(which), 1) if stops_at_gaps else _TOGETHER
     for m in range(0, len(which), together):
-        lanes, tip, some = which[m : m + together], tips[m : m + together], offsets[m : m + together + 1]
+        lanes, tip, some = (
+            which[m : m + together],
+            tips[m : m + together],
+            offsets[m : m + together + 1],
+        )
         first, end = some[0], some[-1]
         find_tips(index, lanes, tip)
         compare(entries, sizes, k, tip, some, block, how)
