@@ -69,7 +69,9 @@ class HostEntries:
         if self.is_in_file:
             self._sizes["marks"] = checksums.NUM_WORDS * 8
             # To give back a part of a file takes milliseconds, whatever its size.
-            self._often = max(self._often, index.steps_per_lane // 8) if arena.is_reserved else 1 << 62
+            self._often = (
+                max(self._often, index.steps_per_lane // 8) if arena.is_reserved else 1 << 62
+            )
         # For so many entries more there is room on the disk, in each lane.
         self._reserved = 0
 
