@@ -94,7 +94,7 @@ def test_numbers_of_steps():
     spans = np.array([[[3, 4], [5, 5], [0, 0], [0, 0], [0, 0]], [[0, 1], [0, 0]] + [[2, 9]] * 3])
     episode, ends = np.array([0, 1, 0, 0, 0, 0, 2, 2]), np.zeros(8, np.uint8)
     ends[[1, 5]] = DONE
-    index = None, episode, ends, spans, None, 4, None, 1, None
+    index = None, episode, ends, spans, None, 4, None, 1, None, 1
     slots, steps = np.array([3, 0, 1, 5, 6, 7]), np.array([3, 4, 5, 1, 2, 3])
     found = checksums.numbers(index, slots, steps)
     assert [number >> 2 for number in found.tolist()] == (steps + 1).tolist()

@@ -70,6 +70,7 @@ class EpisodeIndex:
         capacity: the number of rows, rounded down to a multiple of `num_envs`.
         num_envs: E.
         stack: k, how many entries an observation is made of.
+        depth: how many entries up to its own a step needs, to read its observation; None is k.
         max_entries: room for observations, over all lanes; None is enough for `capacity` rows whatever
             they are, of which memory is taken for those that are there.
 
@@ -82,7 +83,13 @@ class EpisodeIndex:
     """
 
     def __init__(
-        self, capacity: int, num_envs: int = 1, *, stack: int = 1, max_entries: int | None = None
+        self,
+        capacity: int,
+        num_envs: int = 1,
+        *,
+        stack: int = 1,
+        depth: int | None = None,
+        max_entries: int | None = None,
     ) -> None:
         if num_envs < 1 or capacity < 2 * num_envs:
             raise ValueError(
@@ -90,18 +97,19 @@ class EpisodeIndex:
             )
         #: E, T and k.
         self.num_envs, self.steps_per_lane, self.stack = num_envs, capacity // num_envs, stack
+        self.depth = depth = stack if depth is None else depth
         slack = max(self.steps_per_lane // 4, _LEAST_SLACK)
-        enough = (stack + 1) * (self.steps_per_lane + slack)
+        enough = (stack + 1) * (self.steps_per_lane + slack) + depth - stack
         #: M, and whether that is enough for any rows.
         self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
         self.is_roomy = self.entries_per_lane >= enough
         # A block takes at most k entries, and k + 1 more for each step. It lies behind the last step or,
-        # where there is no room for it, at the lane's beginning: there it does not touch that step, as
-        # long as it takes half of the entries at most.
-        fitting = ((self.entries_per_lane - stack) // 2 - stack) // (stack + 1)
+        # where there is no room for it, at the lane's beginning: there it does not touch what that step
+        # needs, as long as it takes half of the other entries at most.
+        fitting = ((self.entries_per_lane - depth) // 2 - stack) // (stack + 1)
         if fitting < 1:
             raise ValueError(
-                f"max_entries must be at least {num_envs * (5 * stack + 2)}, got {max_entries}."
+                f"max_entries must be at least {num_envs * (4 * stack + depth + 2)}, got {max_entries}."
             )
         #: How many steps of a lane may be written at once: few enough that its last step stays, whatever
         #: becomes of the write, and that with enough entries no step is evicted early.
@@ -118,6 +126,7 @@ class EpisodeIndex:
         self.tables: tuple[Any, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
             *(self.steps_per_lane, self.entries_per_lane, self.stack, tables["priorities"]),
+            self.depth,
         )
         #: Of each slot its entry, the number of its episode modulo T + 1, and how it ends.
         self.where: np.ndarray = tables["where"]

@@ -54,7 +54,7 @@ def require(what: str, holds: np.ndarray, index: Any, lane: np.ndarray, step: np
 
 def check_bounds(index: Any) -> None:
     """Raises a RuntimeError if reading a slot could leave the tables or the entries."""
-    where, episode, _, _, lanes, T, M, k, _ = index
+    where, episode, _, _, lanes, T, M, k, _, _ = index
     _bounds_of_lanes(index)
     fits = ((where == 0) | (where >= k - 1)) & (where < len(lanes) * M - 1)
     if not (fits & (episode >= 0) & (episode <= T)).all():
@@ -64,7 +64,7 @@ def check_bounds(index: Any) -> None:
 def check(index: Any) -> None:
     """Raises a RuntimeError if the tables of an index contradict one another."""
     check_bounds(index)
-    where, episode, ends, spans, _, T, M, k, _ = index
+    where, episode, ends, spans, _, T, M, k, _, depth = index
     lane, step, slot = kept(index)
     place, number, end = where[slot] - lane * M, episode[slot], ends[slot]
     fits = (place >= k - 1) & (place < M - 1) & (end <= SPLIT)
@@ -85,5 +85,6 @@ def check(index: Any) -> None:
     turns = np.append(0, (is_pair & is_first).cumsum())
     oldest = np.flatnonzero(np.append(True, ~is_pair)[: len(lane)])
     newest = np.append(oldest[1:], len(lane))[: len(oldest)] - 1
-    ahead = place[newest] - place[oldest] + (turns[newest] - turns[oldest]) * M
-    require("no two steps share an entry", ahead + k < M, index, lane[oldest], step[oldest])
+    turned = turns[newest] - turns[oldest]
+    fits = (turned == 0) | (place[newest] - place[oldest] + turned * M + depth < M)
+    require("no two steps share an entry", fits, index, lane[oldest], step[oldest])

@@ -12,6 +12,8 @@ Here is what the words of an index mean. An `index` is the tuple of these tables
 - `lanes` `[E, 2]`: the steps written, and the oldest live step.
 - T, M, k.
 - `priorities` `[E T]` float32: raw ones, see `kernels.priority_tree`; 0 where none was set.
+- the depth: how many entries up to its own a step needs; k, and more where frames are stored as what
+  changed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 __all__ = [
     "CONTINUES",
     "CURSOR",
+    "DEPTH",
     "DISCONTINUITY",
     "DONE",
     "ENDS",
@@ -36,7 +39,7 @@ __all__ = [
 ]
 
 #: Places in an index.
-WHERE, _, ENDS, _, LANES, STEPS, _, STACK, PRIORITIES = range(9)
+WHERE, _, ENDS, _, LANES, STEPS, _, STACK, PRIORITIES, DEPTH = range(10)
 #: Of `lanes`, and of `spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)

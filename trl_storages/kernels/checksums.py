@@ -3,7 +3,7 @@
 A mark of an entry is three words:
 
 - the step and its flags, `(step + 1) << 2 | begins << 1 | done`; 0 of an observation alone;
-- a check of its observation;
+- a check of its observation, with its frame as it is decoded;
 - a check of its step with number and flags, and of the checks of the observations that it needs: its own
   and the k - 1 before, and the next one.
 
@@ -29,11 +29,16 @@ from trl_storages.kernels.compile import inlined, loop
 __all__ = [
     "NUMBER",
     "NUM_WORDS",
+    "OF_OBSERVATION",
+    "OF_STEP",
     "are_intact",
+    "are_marked",
     "mark",
+    "mark_steps",
     "multipliers",
     "number",
     "numbers",
+    "of_observation",
     "steps_of",
 ]
 
@@ -66,11 +71,13 @@ def _finished(total: int) -> int:
 
 
 @inlined
-def _of_observation(entries: Any, p: int, size: int, c: Any) -> int:
-    """Returns the check of the observation of entry p, of `size` words."""
+def of_observation(frame: Any, entries: Any, p: int, first: int, size: int, c: Any) -> int:
+    """Returns the check of a decoded frame, if any, and of words `first` to `size` of entry p."""
     total = np.int64(_START)
-    for w in range(size):
-        total += c[w] * _folded(entries[p, w])
+    for w in range(len(frame)):
+        total += c[w] * _folded(frame[w])
+    for w in range(first, size):
+        total += c[len(frame) + w - first] * _folded(entries[p, w])
     return _finished(total)
 
 
@@ -95,7 +102,7 @@ def number(step: int, begins: bool, done: bool) -> int:
 @loop
 def numbers(index: Any, slots: Any, steps: Any) -> Any:
     """Returns the first words of the marks of some steps of an index, `[N]`."""
-    _, episode, ends, spans, _, T, _, _, _ = index
+    _, episode, ends, spans, _, T, _, _, _, _ = index
     found = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
         begins = spans[slots[i] // T, episode[slots[i]], FIRST] == steps[i]
@@ -121,10 +128,26 @@ def mark(entries: Any, size: int, k: int, marked: Any, how: Any, at: Any, number
         # Observations that were there are marked already.
         for q in range(at[i] - (k - 1) if how[i] != SHARED else at[i] + 1, at[i] + 2):
             marks[q, NUMBER] = marks[q, OF_STEP] = 0
-            marks[q, OF_OBSERVATION] = _of_observation(entries, q, size, c)
+            marks[q, OF_OBSERVATION] = of_observation(entries[0, :0], entries, q, 0, size, c)
+    mark_steps(entries, size, k, marked, at, numbers)
+
+
+@loop
+def mark_steps(entries: Any, size: int, k: int, marked: Any, at: Any, numbers: Any) -> None:
+    """Marks the steps in entries `at` `[N]`, whose observations are marked; see `mark`."""
+    marks, c = marked
     for i in range(len(at)):
         marks[at[i], OF_STEP] = _of_step(entries, marks, at[i], size, k, numbers[i], c)
         marks[at[i], NUMBER] = numbers[i]
+
+
+@loop
+def are_marked(entries: Any, size: int, k: int, marked: Any, at: Any, found: Any) -> None:
+    """Finds whether the step in each of some entries `at` `[B]` is whole, if its observations are."""
+    marks, c = marked
+    for i in range(len(at)):
+        check = _of_step(entries, marks, at[i], size, k, marks[at[i], NUMBER], c)
+        found[i] = check == marks[at[i], OF_STEP]
 
 
 @loop
@@ -132,13 +155,13 @@ def are_intact(entries: Any, size: int, k: int, marked: Any, at: Any, whole: Any
     """Finds whether the step in each of some entries `at` `[B]` is whole, with what it needs."""
     marks, c = marked
     seen = np.zeros(len(marks), np.uint8)  # whether an observation is whole, 1, or not, 2
+    are_marked(entries, size, k, marked, at, whole)
     for i in range(len(at)):
-        p = at[i]
-        same = _of_step(entries, marks, p, size, k, marks[p, NUMBER], c) == marks[p, OF_STEP]
+        p, same = at[i], whole[i]
         for q in range(p - (k - 1), p + 2):
             if same and seen[q] == 0:
-                is_right = _of_observation(entries, q, size, c) == marks[q, OF_OBSERVATION]
-                seen[q] = 1 if is_right else 2
+                check = of_observation(entries[0, :0], entries, q, 0, size, c)
+                seen[q] = 1 if check == marks[q, OF_OBSERVATION] else 2
             same = same and seen[q] == 1
         whole[i] = same
 

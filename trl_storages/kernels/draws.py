@@ -97,7 +97,7 @@ def window_of(index: Any, count: int) -> int:
 @loop
 def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
     """Draws `[B]` live rows uniformly, from the newest `window` steps of each lane."""
-    where, episode, _, _, lanes, T, _, _, _ = index
+    where, episode, _, _, lanes, T, _, _, _, _ = index
     E = len(lanes)
     # The first place of those that are drawn from, in its lane, and how many lie before it.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
@@ -137,7 +137,7 @@ def bounds(index: Any, slots: Any) -> Any:
         episode, which may be evicted; `END`, to the last one so far; `OLDEST` and `NEWEST`, to those of
         its lane that are live.
     """
-    _, episode, _, spans, lanes, T, _, _, _ = index
+    _, episode, _, spans, lanes, T, _, _, _, _ = index
     E = len(lanes)
     newest, last_places = np.empty(E, np.int64), np.empty(E, np.int64)
     flat_spans = spans.reshape(-1, 2)
@@ -256,7 +256,7 @@ def sequences(
         valid: `[B, S]` bool, whether a row is the one asked for.
         begins: `[B, S]` bool, whether an episode begins with it.
     """
-    _, episode, _, spans, lanes, T, _, _, _ = index
+    _, episode, _, spans, lanes, T, _, _, _, _ = index
     E, S = len(lanes), out.shape[1]
     found = bounds(index, slots)
     for i in range(len(slots)):

@@ -194,7 +194,7 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
     The rows of a lane must be few enough for its entries: see `EpisodeIndex.most_steps`. Where a row
     continues its stream but can't lie behind it, `how` says so from then on.
     """
-    where, _, _, _, lanes, T, M, k, _ = index
+    where, _, _, _, lanes, T, M, k, _, depth = index
     for m in range(len(which)):
         e, begin, end = which[m], offsets[m], offsets[m + 1]
         if begin == end:
@@ -218,8 +218,8 @@ def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
             while tail < cursor:
                 oldest = where[e * T + slot] - base
                 # Steps before head came after the last return to the beginning and stay. Those behind
-                # need entries from oldest - (k - 1) on, the new row those to place + 1.
-                if oldest < head or place + 1 < oldest - (k - 1):
+                # need entries from oldest - (depth - 1) on, the new row those to place + 1.
+                if oldest < head or place + 1 < oldest - (depth - 1):
                     break
                 tail += 1
                 slot = after(slot, T)
@@ -245,7 +245,7 @@ def enter(
 
     `numbers` `[N]` gets the first words of their marks, see `checksums`.
     """
-    where, episode, ends, spans, lanes, T, _, _, priorities = index
+    where, episode, ends, spans, lanes, T, _, _, priorities, _ = index
     for m in range(len(which)):
         e = which[m]
         step = lanes[e, CURSOR]
