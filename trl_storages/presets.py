@@ -108,6 +108,9 @@ class UniformReplayStorage(ReplayStorage):
         frame_stack: k, if observations are stacks of the k newest frames along their first or last
             dimension. Each frame is stored once, and batches contain the stacks. A mapping from key to
             `FrameStack` selects the fields.
+        compress: whether to store stacks of frames, and observations that are uint8 with two dimensions
+            or more, losslessly as what changed since the step before. Batches are the same, and frames of
+            Atari take 20 to 60 times less memory. `device` must be the CPU: see the guide on pixels.
         extra_fields: key -> (dtype, shape) of further fields, such as recurrent states or
             log-probabilities. `record` takes them from the infos: pass `{**info, "state": state}`, or
             `{**info, "state": state, "next": {"state": next_state}}` if both are fields.
@@ -175,6 +178,7 @@ class UniformReplayStorage(ReplayStorage):
         sample_unit: Any = None,
         transform: Transform | Callable[..., Any] | None = None,
         frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        compress: bool = False,
         extra_fields: Fields | None = None,
         info_keys: InfoKeys = (),
         autoreset_mode: AutoresetMode | str | None = None,
@@ -212,6 +216,7 @@ class UniformReplayStorage(ReplayStorage):
             device=device,
             fields=stored,
             nested=_nested(observation_space, action_space),
+            compress=compress,
             max_entries=max_entries,
             path=path,
             mode=mode,
@@ -477,6 +482,7 @@ class HERReplayStorage(UniformReplayStorage):
         sample_unit: Any = None,
         transform: Transform | Callable[..., Any] | None = None,
         frame_stack: int | Mapping[Any, FrameStack] | None = None,
+        compress: bool = False,
         extra_fields: Fields | None = None,
         info_keys: InfoKeys = (),
         autoreset_mode: AutoresetMode | str | None = None,

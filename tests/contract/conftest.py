@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from contract import writers
 from contract.make import PLACES
 
 from trl_storages.storage import memory as packed
@@ -17,4 +18,11 @@ def _setting_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> str:
     """Where rows are."""
+    return request.param
+
+
+@pytest.fixture(params=["goals", "compressed"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Layout of what other processes write."""
+    monkeypatch.setattr(writers, "LAYOUT", request.param)
     return request.param

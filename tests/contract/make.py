@@ -78,21 +78,22 @@ _GOALS = {
     "desired_goal": _box(np.float32, 2),
 }
 
+_MIXED = Dict(
+    {
+        **_GOALS,
+        "pixels": _box(np.uint8, 2, 2, 3),
+        "deep": Dict({"x": _box(np.float64, 2), "n": Discrete(1 << 30)}),
+    }
+)
+
 #: Layout -> observation space and further keywords; `steps.rows` fills each.
 LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "vector": (_box(np.float32, 3), {}),
     "goals": (Dict(_GOALS), {}),
-    "mixed": (
-        Dict(
-            {
-                **_GOALS,
-                "pixels": _box(np.uint8, 2, 2, 3),
-                "deep": Dict({"x": _box(np.float64, 2), "n": Discrete(1 << 30)}),
-            }
-        ),
-        {},
-    ),
+    "mixed": (_MIXED, {}),
     "frames": (_box(np.float32, 3, 2), {"frame_stack": 3}),
+    "compressed": (_MIXED, {"compress": True}),
+    "compressed frames": (_box(np.float32, 3, 2), {"frame_stack": 3, "compress": True}),
 }
 
 

@@ -100,7 +100,7 @@ def rows(steps: Sequence[Transition], layout: str = "goals") -> TensorDict:
 
 def _observations(ids: Tensor, firsts: Tensor, layout: str) -> dict[str, Any]:
     odd = _ODD[ids % len(_ODD)].int().view(torch.float32)
-    if layout == "frames":
+    if layout.endswith("frames"):
         # The first frame of an episode is repeated.
         frames = (ids.unsqueeze(1) + torch.arange(-2, 1)).maximum(firsts.unsqueeze(1))
         return {"observation": torch.stack([frames.float(), -frames.float()], 2)}
@@ -108,7 +108,7 @@ def _observations(ids: Tensor, firsts: Tensor, layout: str) -> dict[str, Any]:
     if layout == "vector":
         return found
     found |= {"achieved_goal": _goals(ids, 1), "desired_goal": _goals(firsts, -1)}
-    if layout == "mixed":
+    if layout in ("mixed", "compressed"):
         shades = (ids.unsqueeze(1) * torch.arange(1, 13)).to(torch.uint8)
         deep = {"x": torch.stack([ids / 3, odd.double()], 1), "n": ids}
         found |= {"pixels": shades.reshape(-1, 2, 2, 3), "deep": deep}
@@ -192,8 +192,9 @@ def record(storage: Any, steps: Sequence[Transition], layout: str = "goals") -> 
 
 
 def _keys(layout: str) -> list[str]:
-    goals = ["achieved_goal", "desired_goal"] if layout in ("goals", "mixed") else []
-    return ["observation", *goals, *(["pixels", "deep"] if layout == "mixed" else [])]
+    is_mixed = layout in ("mixed", "compressed")
+    goals = ["achieved_goal", "desired_goal"] if layout == "goals" or is_mixed else []
+    return ["observation", *goals, *(["pixels", "deep"] if is_mixed else [])]
 
 
 def _arrays(seen: TensorDictBase) -> Any:

@@ -399,6 +399,7 @@ OPTIONS = {
     "autoreset_mode": ["sometimes", 5],
     "on_gap": ["stop", 5],
     "frame_stack": [1, 0, 1.5, "x"],
+    "compress": [1, "x"],
     "info_keys": [
         5,
         "word",

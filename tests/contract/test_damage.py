@@ -76,19 +76,19 @@ def damage_copies(path: Path, seed: int, times: int, is_closed: bool = False) ->
 
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_of_a_writer_that_was_killed_or_closed_it(tmp_path, seed, is_closed):
+def test_of_a_writer_that_was_killed_or_closed_it(tmp_path, seed, is_closed, layout):
     damage_copies(tmp_path / "rows", seed, 25, is_closed)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("seed", range(3, 30))
-def test_of_a_writer_that_was_killed_for_long(tmp_path, seed):
+def test_of_a_writer_that_was_killed_for_long(tmp_path, seed, layout):
     damage_copies(tmp_path / "rows", seed, 500)
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize(("num_blocks", "longest"), [(1, 1), (60, 4)])
-def test_each_word_is_refused_or_right(tmp_path, num_blocks, longest, is_closed):
+def test_each_word_is_refused_or_right(tmp_path, num_blocks, longest, is_closed, layout):
     """Those before the rows are other numbers in turn, also while a writer has it open."""
 
     def seen(**options):
@@ -108,7 +108,8 @@ def test_each_word_is_refused_or_right(tmp_path, num_blocks, longest, is_closed)
     words, (rows, right) = np.memmap(*tmp_path.glob("rows.*"), np.int64, "r+"), seen()
     for at in np.flatnonzero(words)[:130]:
         own = int(words[at])
-        for words[at] in (own - 1, own + 1, own - 2**40, 0):
+        for other in (own - 1, own + 1, own - 2**40, 0):
+            words[at] = (other + 2**63) % 2**64 - 2**63
             with suppress(*ERRORS):
                 seen()
             with suppress(*ERRORS):

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import writers
 from contract.make import DISCOUNT, make
 from contract.model import Model, assert_folded
 from contract.steps import Transition, rows
@@ -46,7 +47,7 @@ def check_draws(storage, lanes: list[list[Transition]]) -> None:
     model = Model(LANES, max(len(steps) for steps in lanes))
     for step in [step for steps in lanes for step in steps]:
         model.add(step)
-    assert_folded(storage.sample(32), model, 3, DISCOUNT)
+    assert_folded(storage.sample(32), model, 3, DISCOUNT, layout=writers.LAYOUT)
 
 
 def next_start(lanes: list[list[Transition]]) -> int:
@@ -77,13 +78,13 @@ def kill_and_reopen(path: Path, times: int, seed: int) -> None:
         storage.close()
 
 
-def test_a_writer_that_is_killed(tmp_path):
+def test_a_writer_that_is_killed(tmp_path, layout):
     kill_and_reopen(tmp_path / "rows", 10, 0)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("seed", range(10))
-def test_a_writer_that_is_killed_often(tmp_path, seed):
+def test_a_writer_that_is_killed_often(tmp_path, seed, layout):
     kill_and_reopen(tmp_path / "rows", 100, seed)
 
 
@@ -135,7 +136,7 @@ def kill_at_lines(path: Path, name: str, first: int, step: int) -> int:
     storage.close()
     before, block = [steps[-STEPS:] for steps in lanes], Script(5, next_start(lanes)).block(0)
     after = {"empty": [[], []], "keep": [steps[-3:] for steps in before], "load": dumped}
-    data = torch.stack([rows(steps) for steps in block])
+    data = torch.stack([rows(steps, writers.LAYOUT) for steps in block])
     act = partial(OPERATIONS[name], data=data, dump=path / "dump") if OPERATIONS[name] else None
     num_points, copied = 0, path / "copy"
     shutil.copytree(path / "before", copied)
@@ -157,13 +158,13 @@ def kill_at_lines(path: Path, name: str, first: int, step: int) -> int:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_that_is_killed_at_some_lines(tmp_path, name):
+def test_an_operation_that_is_killed_at_some_lines(tmp_path, name, layout):
     assert kill_at_lines(tmp_path, name, 1 + [*OPERATIONS].index(name), 120)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_that_is_killed_at_every_line(tmp_path, name):
+def test_an_operation_that_is_killed_at_every_line(tmp_path, name, layout):
     assert kill_at_lines(tmp_path, name, 1, 1) > 20
 
 
@@ -213,13 +214,13 @@ def cut_the_power(path: Path, seed: int, flush_at: int, num_moments: int) -> Non
 
 
 @pytest.mark.parametrize("flush_at", [0, 30, 100])
-def test_the_power_is_cut(tmp_path, flush_at):
+def test_the_power_is_cut(tmp_path, flush_at, layout):
     cut_the_power(tmp_path / "rows", 0, flush_at, 6)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("seed", range(30))
-def test_the_power_is_cut_often(tmp_path, seed):
+def test_the_power_is_cut_often(tmp_path, seed, layout):
     cut_the_power(tmp_path / "rows", seed, [0, 20, 40, 100][seed % 4], 40)
 
 

@@ -79,10 +79,13 @@ class Machine(RuleBasedStateMachine):
     def make(self, luck: random.Random) -> None:
         self.variant = luck.choice(VARIANTS)
         has_goals = self.variant.strategy is not None
-        self.layout = luck.choice(["goals", "mixed"] + ["vector", "frames"] * (not has_goals))
+        layouts = ["goals", "mixed"] + ["vector", "frames"] * (not has_goals)
+        if self.backend != "device":
+            layouts += ["compressed"] + ["compressed frames"] * (not has_goals)
+        self.layout = luck.choice(layouts)
         self.num_lanes, num_steps = luck.choice([1, 1, 2, 3]), luck.choice([2, 3, 5, 9, 14])
         # Stacks of frames continue, or begin an episode.
-        self.on_gap = "cut" if self.layout == "frames" else luck.choice(["cut", "ignore"])
+        self.on_gap = "cut" if self.layout.endswith("frames") else luck.choice(["cut", "ignore"])
         self.has_trajectories = luck.random() < 0.5
         self.model = Model(self.num_lanes, num_steps, self.on_gap)
         #: As they were handed back, and the largest so far.
@@ -136,7 +139,7 @@ class Machine(RuleBasedStateMachine):
             event = luck.random()
             if event < 0.05:
                 self.reset(lane)
-            elif event < 0.1 and self.layout != "frames":
+            elif event < 0.1 and not self.layout.endswith("frames"):
                 player.jump()
             end = luck.choice(["terminated", "truncated"]) if luck.random() < share else ""
             step = player.step(end, is_seen_again=luck.random() < 0.2)
@@ -223,7 +226,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.model.cut(lanes)
         for lane in lanes:
-            if self.layout == "frames" or luck.random() < 0.5:
+            if self.layout.endswith("frames") or luck.random() < 0.5:
                 self.reset(lane)
         self.look()
 
@@ -232,7 +235,7 @@ class Machine(RuleBasedStateMachine):
         self.storage.empty(keep_steps=keep_steps)
         self.model.empty(keep_steps)
         self.priorities, self.largest = {}, 0.0
-        if self.layout == "frames" and not keep_steps:
+        if self.layout.endswith("frames") and not keep_steps:
             for lane in range(self.num_lanes):
                 self.reset(lane)  # An episode begins with a stack of its first frame.
         self.look()

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from contract import writers
 from contract.make import DISCOUNT, library, make
 from contract.model import assert_folds, folded
 from contract.steps import Transition, ids_of, write
@@ -77,7 +78,7 @@ class Checker:
                 assert lender.id >= number
             windows.append(steps)
             goals.append(goal if is_relabelled else None)
-        assert_folds(batch, *folded(windows, DISCOUNT, goals))
+        assert_folds(batch, *folded(windows, DISCOUNT, goals, layout=writers.LAYOUT))
 
 
 def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
@@ -87,7 +88,8 @@ def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
     num_relabelled = num_overtaken = 0
     with writing(path, STEPS, script, kind) as writer:
         reader = opened(path, STEPS, kind, mode="r")
-        copy = make(kind, lanes=LANES, size=LANES * STEPS, batch_size=16)
+        sizes = {"lanes": LANES, "size": LANES * STEPS, "batch_size": 16}
+        copy = make(kind, layout=writers.LAYOUT, **sizes)
         writer.wait_for(1)
         begin, first = time.monotonic(), writer.num_written
         # Until rows were evicted while they were drawn.
@@ -121,13 +123,13 @@ def read_beside_a_writer(path: Any, kind: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["n-step", "hindsight", "all"])
-def test_a_reader_beside_a_writer(tmp_path, kind):
+def test_a_reader_beside_a_writer(tmp_path, kind, layout):
     read_beside_a_writer(tmp_path / "rows", kind, 1)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("kind", ["n-step", "hindsight", "all"])
-def test_a_reader_beside_a_writer_for_long(tmp_path, kind):
+def test_a_reader_beside_a_writer_for_long(tmp_path, kind, layout):
     read_beside_a_writer(tmp_path / "rows", kind, 60)
 
 

@@ -23,13 +23,15 @@ from contract.steps import Player, Transition, assert_same, rows, write
 __all__ = ["LANES", "Script", "Writer", "assert_kept", "found", "opened", "write_on", "writing"]
 
 LANES = 2
+#: Of what is written: the fixture `layout` sets it.
+LAYOUT = "goals"
 _PATIENCE = 60  # seconds
 
 
 def opened(path: Path, num_steps: int, kind: str = "n-step", **options: Any) -> Any:
     """Opens a directory that keeps some steps of each lane."""
     sizes = {"lanes": LANES, "size": LANES * num_steps, "batch_size": 16}
-    return make(kind, place="directory", path=path, **sizes, **options)
+    return make(kind, place="directory", path=path, layout=LAYOUT, **sizes, **options)
 
 
 class Script:
@@ -123,7 +125,7 @@ def writing(
             for start in count(step=20):
                 # Made before, as most of the time is to be spent in writes.
                 blocks = [
-                    torch.stack([rows(steps) for steps in script.block(start + place)])
+                    torch.stack([rows(steps, LAYOUT) for steps in script.block(start + place)])
                     for place in range(20)
                 ]
                 for place, block in enumerate(blocks):
@@ -151,7 +153,7 @@ def found(storage: Any) -> list[list[Transition]]:
         Transition(*ids, "terminated" if ends else "")
         for ids, (ends,) in zip(*(column.tolist() for column in columns), strict=True)
     ]
-    assert_same(history, rows(steps))
+    assert_same(history, rows(steps, LAYOUT))
     return [[step for step in steps if step.lane == lane] for lane in range(LANES)]
 
 
@@ -188,6 +190,6 @@ def write_on(storage: Any, script: Script, lanes: list[list[Transition]], num_bl
     """Writes blocks, as another stream of steps, and adds them to the lists of what was written."""
     storage.end_episodes()
     for number in range(num_blocks):
-        write(storage, script.block(number))
+        write(storage, script.block(number), LAYOUT)
         for lane, steps in zip(lanes, script.block(number), strict=True):
             lane += steps

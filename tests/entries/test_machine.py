@@ -22,12 +22,12 @@ from trl_storages.entries import (
     Block,
     DeviceEntries,
     FrameStack,
-    HostEntries,
     Layout,
     arena_sizes,
 )
+from trl_storages.entries.frames import host_entries
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import checksums, entries
+from trl_storages.kernels import checksums, entries, frames
 
 #: A smaller counterexample is looked for by the long search, as it takes minutes.
 QUICK = [Phase.explicit, Phase.generate]
@@ -40,6 +40,7 @@ OBSERVED = {
     "desired_goal": (torch.float64, (1,)),
     "hidden": (torch.bfloat16, (2,)),
     "pixels": (torch.uint8, (2, 1)),
+    "camera": (torch.uint8, (3, 7)),
 }
 STEPS = {
     "action": (torch.float32, (3,)),
@@ -57,6 +58,8 @@ def next_of(key: Any) -> Any:
 def sample_values(rng, dtype, shape):
     """Few values, so that rows go on with others by chance too, and some that compare as bits alone."""
     values = rng.integers(0, 2, shape).astype(float)
+    if dtype is torch.uint8:
+        values *= rng.choice([1, 255])
     if dtype.is_floating_point or dtype.is_complex:
         odd = rng.random(shape) < 0.1
         values = np.where(odd, rng.choice([-0.0, np.nan, -np.nan], shape), values)
@@ -84,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     def make(self, seed):
         self.rng = rng = np.random.default_rng(seed)
         self.seen, self.observers, self.least_tails = [], [], None
-        names = [key for key in OBSERVED if key != "pixels"]
+        names = [key for key in OBSERVED if key not in ("pixels", "camera")]
         chosen = [key for key in names if rng.random() < 0.5]
         k = int(rng.integers(2, 5)) if rng.random() < 0.4 else 1
         fields: dict[Any, Any] = {}
@@ -97,7 +100,12 @@ class Machine(RuleBasedStateMachine):
         for key, kind in STEPS.items():
             if key == ("next", "done") or rng.random() < 0.6:
                 fields[key] = kind
-        self.layout = layout = Layout(fields)
+        # Frames are as they are, or what changed.
+        keyframes = int(rng.choice([0, 0, 0, 1, 2, 5, 16]))
+        if keyframes and (k == 1 or rng.random() < 0.5):
+            chosen.append("camera")
+            fields["camera"] = fields["next", "camera"] = OBSERVED["camera"]
+        self.layout = layout = Layout(fields, keyframes=keyframes)
         seen = [*chosen, *(["pixels"] if k > 1 else [])]
         self.observed = seen
         self.decides = (
@@ -106,15 +114,19 @@ class Machine(RuleBasedStateMachine):
             else [it for it in seen if it != "desired_goal"]
         )
         E, T = int(rng.integers(1, 5)), int(rng.choice([2, 3, 5, 12, 40, 150]))
-        self.small = rng.random() < 0.3
-        entries = E * int(rng.integers(5 * k + 2, 5 * k + 2 + (k + 1) * T)) if self.small else None
+        self.small = rng.random() < (0.6 if keyframes else 0.3)
+        least = 4 * k + layout.depth + 2
+        entries = E * int(rng.integers(least, least + (k + 1) * T)) if self.small else None
         # Rows of files are never rewritten, and never begin at slot 0 again.
         self.path, self.has_file = tempfile.mkdtemp(), rng.random() < 0.3
         self.forms = []
-        for make_arena in (Arena, None, None, *([] if self.has_file else [Arena.shared])):
-            index = EpisodeIndex(E * T, E, stack=k, max_entries=entries)
+        devices = [] if keyframes else [None, None]
+        for make_arena in (Arena, *devices, *([] if self.has_file else [Arena.shared])):
+            index = EpisodeIndex(E * T, E, stack=k, depth=layout.depth, max_entries=entries)
             arena = make_arena and make_arena(**arena_sizes(layout, index))
-            rows = HostEntries(layout, index, arena) if arena else DeviceEntries(layout, index, CPU)
+            rows = (
+                host_entries(layout, index, arena) if arena else DeviceEntries(layout, index, CPU)
+            )
             self.forms.append((index, rows))
         if self.has_file:
             self.directory = Directory.create(self.path, layout, E * T, E, max_entries=entries)
@@ -139,6 +151,9 @@ class Machine(RuleBasedStateMachine):
         for key in self.observed:
             dtype, shape, *stack = self.layout.described[key]
             new = sample_values(rng, dtype, tuple(shape))
+            if dtype is torch.uint8:  # small changes, too
+                kept = torch.from_numpy(rng.random(tuple(shape)) < rng.choice([0, 0.9, 1]))
+                new = torch.where(kept, row[key], new)
             if stack:
                 before, after = (stack[0].frames(it, shape) for it in (row[key], new))
                 new = stack[0].stacks(torch.cat([before[1:], after[-1:]]), shape).clone()
@@ -192,7 +207,8 @@ class Machine(RuleBasedStateMachine):
         results = []
         for number, (index, rows) in enumerate(self.forms):
             got = 0
-            for part in self.copy_of(block, number == 2).parts(most):
+            as_tensors = number == 2 and isinstance(rows, DeviceEntries)
+            for part in self.copy_of(block, as_tensors).parts(most):
                 slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
                 got += gaps
                 assert len(slots) == len(part.words)
@@ -232,8 +248,12 @@ class Machine(RuleBasedStateMachine):
         first = int(stores * len(which)) if after == "publish" else 0  # so many lanes are published
         for index, rows in self.forms:
             tables, n, is_on_device = index.tables, len(words), isinstance(rows, DeviceEntries)
+            is_changes = bool(self.layout.keyframes)
             if is_on_device:
                 how, lasts = rows._compared(block)
+            elif is_changes:
+                how = np.empty(n, np.uint8)
+                rows._compare(block, how)
             else:
                 how, tips = np.empty(n, np.uint8), np.empty(len(which), np.int64)
                 entries.find_tips(tables, which, tips)
@@ -254,12 +274,19 @@ class Machine(RuleBasedStateMachine):
             part = words[copied], how[copied], at[copied]
             if is_on_device:
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
+            elif is_changes:
+                begins = np.append(0, copied.cumsum())[offsets]
+                frames.copy_in(rows.store, which, begins, *part, rows.marked)
             else:
                 entries.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
             if self.has_file and rows is self.directory.entries:
                 before = rows.marked[0].copy()
                 sizes = self.layout.observation_words, self.k
-                checksums.mark(rows.entries, *sizes, rows.marked, how, at, numbers)
+                if is_changes:
+                    sizes = self.layout.observation_words - self.layout.record_words + 1, self.k
+                    checksums.mark_steps(rows.entries, *sizes, rows.marked, at, numbers)
+                else:
+                    checksums.mark(rows.entries, *sizes, rows.marked, how, at, numbers)
                 if after == "copy":
                     np.copyto(rows.marked[0], before, where=chance(before.shape) >= stores)
             entries.publish(tables, which[:first], offsets[: first + 1])

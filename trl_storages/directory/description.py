@@ -17,6 +17,7 @@ from trl_storages import keys
 from trl_storages.directory.files import read_text, write_text
 from trl_storages.entries.fields import DTYPES, NAMES, FrameStack
 from trl_storages.entries.layout import Layout
+from trl_storages.kernels.frames import BACK
 
 __all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 
@@ -151,6 +152,7 @@ def described(layout: Layout) -> dict[str, Any]:
             for key, (dtype, shape, *stack) in layout.described.items()
         ],
         "nested": [[list(path), list(size)] for path, size in layout.nested],
+        **({"keyframes": layout.keyframes} if layout.keyframes else {}),
     }
 
 
@@ -165,7 +167,10 @@ def layout_of(words: Mapping[str, Any]) -> Layout:
         stack = [FrameStack(**it["stack"])] if "stack" in it else []
         fields[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
     nested = tuple((tuple(path), _shape(size)) for path, size in words["nested"])
-    layout = Layout(fields, nested)
+    keyframes = words.get("keyframes", 0)
+    if type(keyframes) is not int or not 0 <= keyframes <= BACK:
+        raise ValueError(f"keyframes must be a number of entries, got {keyframes!r:.50}")
+    layout = Layout(fields, nested, keyframes)
     if described(layout) != words or layout.row_words > MOST:
         raise ValueError("its fields are not those of rows")
     return layout

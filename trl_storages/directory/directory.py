@@ -15,6 +15,7 @@ import numpy as np
 from trl_storages.directory.description import MOST, NAME, ROWS, Description, damaged
 from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
 from trl_storages.entries import Arena, HostEntries, Layout, arena_sizes
+from trl_storages.entries.frames import host_entries
 from trl_storages.index import EpisodeIndex
 from trl_storages.index.invariants import check_bounds, require
 from trl_storages.kernels import CONTINUES, DONE, SPLIT, checksums
@@ -53,11 +54,12 @@ class Directory:
         self._is_apart = False
         self.layout = layout = described.layout
         sizes, most = (described.max_size, described.num_envs), described.max_entries
-        self.index = index = EpisodeIndex(*sizes, stack=layout.frames, max_entries=most)
+        needs = {"stack": layout.frames, "depth": layout.depth}
+        self.index = index = EpisodeIndex(*sizes, **needs, max_entries=most)
         room = arena_sizes(layout, index, is_in_file=True)
-        is_writer, lazy = lock is not None, ("entries", "marks")
+        is_writer, lazy = lock is not None, ("entries", "marks", "records")
         self._arena = arena = Arena(**room, file=file, writable=is_writer, lazy=lazy)
-        self.entries = HostEntries(layout, index, arena)
+        self.entries = host_entries(layout, index, arena)
 
     @classmethod
     def create(

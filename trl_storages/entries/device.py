@@ -57,6 +57,8 @@ class DeviceEntries:
     @torch.inference_mode(False)  # it may be written outside of it later
     def __init__(self, layout: Layout, index: EpisodeIndex, device: torch.device) -> None:
         self._layout, self._index, self.device = layout, index, device
+        #: How many steps of a lane may be written at once.
+        self.most_steps = index.most_steps
         num_entries = index.num_envs * index.entries_per_lane
         self._entries = torch.zeros(
             num_entries, layout.entry_words, dtype=torch.int64, device=device
@@ -168,6 +170,10 @@ class DeviceEntries:
         """Returns the k - 1 entries before each of some entries `[B]`, `[B (k - 1)]`."""
         back = torch.arange(1 - self._layout.frames, 0, device=self.device)
         return (at[:, None] + back).view(-1)
+
+    def begin_of(self, entry: int) -> int:
+        """Returns the first entry that the step in an entry needs."""
+        return entry - (self._index.stack - 1)
 
     def stored(self, first: int, end: int) -> torch.Tensor:
         """Returns entries `first` to `end` on the host, `[end - first, W]`."""

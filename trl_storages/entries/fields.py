@@ -98,9 +98,10 @@ class Field:
         key: its key in a TensorDict.
         dtype: of its elements.
         shape: of its value in one transition.
-        at: its first byte in an entry; of a stack, that of its newest frame.
+        at: its first byte in an entry, or in the frame of a record; of a stack, that of its newest frame.
         stack: whether, and how, it is a stack of frames.
         is_next: whether it is read from the observation of the entry after that of the step.
+        in_record: whether it is part of the frame that is stored as what changed.
     """
 
     key: NestedKey
@@ -109,6 +110,7 @@ class Field:
     at: int
     stack: FrameStack | None = None
     is_next: bool = False
+    in_record: bool = False
 
     @cached_property
     def frame_shape(self) -> torch.Size:

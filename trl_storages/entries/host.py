@@ -14,9 +14,10 @@ import torch
 from tensordict import NestedKey
 
 from trl_storages.entries.arena import Arena
+from trl_storages.entries.fields import Field
 from trl_storages.entries.layout import Block, Layout
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import DISCONTINUITY, SHARED, checksums, entries
+from trl_storages.kernels import DISCONTINUITY, SHARED, checksums, entries, frames
 
 __all__ = ["HostEntries", "arena_sizes"]
 
@@ -34,7 +35,12 @@ def arena_sizes(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False
         "marks": (np.int64, (num_entries if is_in_file else 0, checksums.NUM_WORDS)),
         "entries": (np.int64, (num_entries, layout.entry_words)),
     }
-    return {"shapes": shapes, "lane_bytes": index.entries_per_lane * layout.entry_words * 8}
+    lane_bytes = index.entries_per_lane * layout.entry_words * 8
+    if layout.keyframes:
+        most = frames.most_bytes(layout.record_words * 8)
+        shapes["records"] = (np.uint8, (index.num_envs, (index.entries_per_lane + 1) * most))
+        lane_bytes += shapes["records"][1][1]
+    return {"shapes": shapes, "lane_bytes": lane_bytes}
 
 
 class HostEntries:
@@ -52,11 +58,11 @@ class HostEntries:
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
         #: The marks, none in memory, and the constants of their checks.
-        self.marked = (
-            arena.arrays["marks"],
-            checksums.multipliers(layout.entry_words, layout.frames),
-        )
+        num_words = layout.entry_words + layout.record_words
+        self.marked = arena.arrays["marks"], checksums.multipliers(num_words, layout.frames)
         self.is_in_file = len(self.marked[0]) > 0
+        #: How many steps of a lane may be written at once.
+        self.most_steps = index.most_steps
         # Elements are copied as unsigned words of their size.
         self._words = {size: self.entries.view(f"u{size}") for size in (1, 2, 4, 8)}
         # Where fields that are pasted begin in a row.
@@ -99,10 +105,7 @@ class HostEntries:
         if self._arena.is_reserved:
             self._reserve(int(np.diff(block.offsets).max()))
         slots = np.empty(num_rows, np.int64)
-        gaps = entries.put(
-            *(self._index.tables, self.entries, self._layout.sizes, *block),
-            *(cuts_gaps, stops_at_gaps, slots, self.marked),
-        )
+        gaps = self._put(block, cuts_gaps, stops_at_gaps, slots)
         if gaps and stops_at_gaps:
             return slots, gaps
         self._written += num_rows
@@ -112,12 +115,21 @@ class HostEntries:
 
     def count_gaps(self, block: Block) -> int:
         """Returns how many gaps a block of any length has."""
-        how, tips = np.empty(len(block.words), np.uint8), np.empty(len(block.which), np.int64)
-        index, sizes = self._index, self._layout.sizes
-        entries.find_tips(index.tables, block.which, tips)
-        entries.compare(self.entries, sizes, index.stack, tips, block.offsets, block.words, how)
+        how = np.empty(len(block.words), np.uint8)
+        self._compare(block, how)
         flags = block.done, block.cut, False
-        return int(entries.find_gaps(index.tables, *block[:2], how, *flags))
+        return int(entries.find_gaps(self._index.tables, *block[:2], how, *flags))
+
+    def _compare(self, block: Block, how: np.ndarray) -> None:
+        index, tips = self._index, np.empty(len(block.which), np.int64)
+        kinds = self._layout.sizes, index.stack
+        entries.find_tips(index.tables, block.which, tips)
+        entries.compare(self.entries, *kinds, tips, block.offsets, block.words, how)
+
+    def _put(self, block: Block, *flags_and_slots: Any) -> int:
+        tables = self._index.tables, self.entries, self._layout.sizes
+        given: tuple[Any, ...] = *tables, *block, *flags_and_slots, self.marked
+        return int(entries.put(*given))
 
     def _reserve(self, num_rows: int) -> None:
         """Reserves room on the disk for a write of so many rows a lane, and for some more."""
@@ -138,8 +150,12 @@ class HostEntries:
                 self._for_entries(self._arena.reserve, base + first, base + last)
         self._reserved = ahead - need
 
-    def _give_back(self) -> None:
-        """Gives back memory that no live step needs and no stream ends with, of the next lanes."""
+    def _give_back(self) -> np.ndarray:
+        """Gives back memory that no live step needs and no stream ends with, of the next lanes.
+
+        Returns:
+            these lanes, but for those without steps.
+        """
         index, M, first = self._index, self._index.entries_per_lane, self._next
         due, self._written = divmod(self._written, self._often)
         last = min(first + due, index.num_envs)
@@ -148,7 +164,8 @@ class HostEntries:
         lanes = first + np.flatnonzero(index.cursors[first:last] > 0)
         newest = index.cursors[lanes] - 1
         oldest = np.minimum(index.tails[lanes], newest)
-        starts = index.where[index.slots_of(lanes, oldest)] - (index.stack - 1)
+        starts = index.where[index.slots_of(lanes, oldest)] - (index.depth - 1)
+        starts = np.maximum(starts, lanes * M)
         heads = index.where[index.slots_of(lanes, newest)] + 2
         # A stream lies between these two, or around the end of its lane.
         is_around, ends = starts >= heads, (lanes + 1) * M
@@ -159,18 +176,28 @@ class HostEntries:
         # One call gives back what lies between two streams, also of neighbouring lanes.
         unused = np.append(first * M, used[:, 1]), np.append(used[:, 0], last * M)
         self._for_entries(self._arena.give_back, *unused)
+        return lanes
 
     def _for_entries(self, act: Callable[[str, Any, Any], None], first: Any, end: Any) -> None:
         """Reserves, or gives back, what entries `first` to `end` take."""
         for name, size in self._sizes.items():
             act(name, first * size, end * size)
 
+    def begin_of(self, entry: int) -> int:
+        """Returns the first entry that the step in an entry needs."""
+        return entry - (self._index.stack - 1)
+
     def stored(self, first: int, end: int) -> torch.Tensor:
         """Returns entries `first` to `end` `[end - first, W]`, which later writes may change."""
         return torch.from_numpy(self.entries[first:end])
 
-    def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
+    def fill(self, lane: int, parts: Sequence[torch.Tensor], *records: Any) -> None:
         """Copies the entries of a lane from its beginning on; the index knows its steps already.
+
+        Args:
+            lane: its number.
+            parts: the entries `[n, W]`.
+            *records: position and bytes of their records, where frames are stored as what changed.
 
         Raises:
             OSError: the disk is full.
@@ -218,17 +245,20 @@ class HostEntries:
     def take(self, key: NestedKey, at: np.ndarray) -> torch.Tensor:
         """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
         field = self._layout.by_key[key]
-        size, start, count = field.words
+        size, _, count = field.words
         words = self._words[size]
         flat = at.reshape(-1)
         k = self._layout.frames if field.stack else 1
         # An array that is made without rows has no strides to be viewed by.
         found = np.empty((len(flat) or 1, k, count), words.dtype)[: len(flat)]
-        entries.take(words, flat, int(field.is_next), start, found)
+        self._copy_field(field, words, flat, found)
         values = torch.from_numpy(found).view(field.dtype)
         if field.stack is None:
             return values.view(*at.shape, *field.shape)
         return field.stack.stacks(values.view(*at.shape, k, *field.frame_shape), field.shape)
+
+    def _copy_field(self, field: Field, words: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
+        entries.take(words, at, int(field.is_next), field.words[1], out)
 
     def gather(self, at: np.ndarray, last: np.ndarray) -> torch.Tensor:
         """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
@@ -237,8 +267,11 @@ class HostEntries:
             `[B, row_words]` int64.
         """
         rows = np.empty((len(at) or 1, self._layout.row_words), np.int64)[: len(at)]
-        entries.gather(self.entries, self._layout.sizes, self._layout.frames, at, last, rows)
+        self._copy_rows(at, last, rows)
         return torch.from_numpy(rows)
+
+    def _copy_rows(self, at: np.ndarray, last: np.ndarray, out: np.ndarray) -> None:
+        entries.gather(self.entries, self._layout.sizes, self._layout.frames, at, last, out)
 
     def paste(
         self,

@@ -42,10 +42,12 @@ class Layout:
     Args:
         fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
         nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
+        keyframes: K, if stacks, and observations of bytes with two dimensions or more, are stored as what
+            changed: every K-th by itself; 0 stores all as they are. See `kernels.frames`.
 
     Raises:
         ValueError: there is no field, or a stack has another number of frames than the others, or no
-            next value of its shape.
+            next value of its shape; or nothing is to be stored as what changed.
         TypeError: rows can't hold a dtype.
 
     >>> fields = {"observation": (torch.float32, (3,)), ("next", "observation"): (torch.float32, (3,))}
@@ -54,14 +56,19 @@ class Layout:
     (3, 5)
     """
 
-    def __init__(self, fields: Mapping[NestedKey, Sequence[Any]], nested: Nested = ()) -> None:
+    def __init__(
+        self,
+        fields: Mapping[NestedKey, Sequence[Any]],
+        nested: Nested = (),
+        keyframes: int = 0,
+    ) -> None:
         #: key -> (dtype, shape) or (dtype, shape, FrameStack), as given.
         self.described = {
             unravel_key(key): (dtype, torch.Size(shape), *stack)
             for key, (dtype, shape, *stack) in fields.items()
         }
         #: As given.
-        self.nested = nested
+        self.nested, self.keyframes = nested, keyframes
         self._check_dtypes()
         #: Whether transitions have next observations.
         self.has_next = keys.have_next(self.described)
@@ -74,24 +81,54 @@ class Layout:
         self.frames = self._num_frames(stacks, twins)
         decides = keys.continued_keys([*self.described])
         steps = [key for key in self.described if key not in seen and key not in twins]
+        single = [key for key in seen if key not in stacks]
+        images = [key for key in single if keyframes and self._is_image(key)]
+        deciding = [key for key in single if key in decides]
+        if deciding and {*stacks} & {*decides}:
+            # All that decides must lie side by side: an image of a goal beside stacks stays as it is.
+            images = [key for key in images if key in decides]
         placed, ends = self._placed(
             stacks,
-            [key for key in seen if key in decides and key not in stacks],
-            [key for key in seen if key not in decides and key not in stacks],
+            [key for key in images if key not in decides],
+            [key for key in images if key in decides],
+            [key for key in deciding if key not in images],
+            [key for key in single if key not in decides and key not in images],
             [key for key in steps if key[0] != "next"],
             [key for key in steps if key[0] == "next"],
         )
-        #: F, words of a frame; O, of an observation; before what is `next`; W, words of an entry.
-        self.frame_words, middle, self.observation_words, self.root_words, self.entry_words = ends
+        #: F, words of a frame of stacks; O, of an observation; and before what is `next`.
+        (
+            self.frame_words,
+            start,
+            images_end,
+            middle,
+            self.observation_words,
+            self.root_words,
+            end,
+        ) = ends
         self._skipped = (self.frames - 1) * self.frame_words
+        #: C, words of an entry that lie in a record; what takes their place is one word.
+        self.record_words = images_end if keyframes else 0
+        if keyframes and not self.record_words:
+            raise ValueError(
+                "compress=True is for stacks of frames, and for observations that are uint8 with two "
+                f"dimensions or more; the fields are {self.described}."
+            )
+        self._moved = self.record_words - 1 if keyframes else 0
+        #: W, words of an entry.
+        self.entry_words = end - self._moved
+        #: How many entries up to its own an entry needs, and bytes of a row of pixels.
+        self.depth = self.frames + max(keyframes - 1, 0)
+        self.pixel_row = self._pixel_row(placed)
         #: S, words of an observation as it is seen; where the next one begins in a row; a row's words.
         self.seen_words = self.observation_words + self._skipped
-        self.next_word = self.entry_words + self._skipped
+        self.next_word = end + self._skipped
         self.row_words = self.next_word + self.seen_words
-        begin = 0 if set(stacks) & set(decides) else self.frame_words + self._skipped
-        end = middle + self._skipped
+        begin = 0 if set(stacks) & set(decides) else start + self._skipped
+        end = (middle if deciding else self.frame_words) + self._skipped
         #: As loops take it, see `kernels.entries`: observations decide whether a row continues another.
         self.sizes = (self.frame_words, self.observation_words, begin, end, self.root_words)
+        placed = [self._stored(field) for field in placed]
         observed = [field for field in placed if field.key in seen]
         after = [replace(it, key=keys.next_key(it.key), is_next=True) for it in observed]
         #: In the order of a row.
@@ -102,6 +139,23 @@ class Layout:
         self._splits = [self._split(dtype) for dtype in dict.fromkeys(it.dtype for it in plain)]
         self._shaped = [(field.key, field.shape) for field in plain if len(field.shape) != 1]
         self._stacks = [(field, field.stack) for field in self.fields if field.stack]
+
+    def _is_image(self, key: NestedKey) -> bool:
+        dtype, shape, *_ = self.described[key]
+        return dtype is torch.uint8 and len(shape) > 1 and shape.numel() > 0
+
+    def _pixel_row(self, placed: Sequence[Field]) -> int:
+        """Returns how many bytes a row of the first image has."""
+        shape = placed[0].frame_shape
+        # Few values of the last dimension are channels.
+        count = shape[-2:].numel() if len(shape) > 2 and shape[-1] <= 4 else shape[-1:].numel()
+        return max(count * placed[0].dtype.itemsize, 1)
+
+    def _stored(self, field: Field) -> Field:
+        """Returns a field with its place in an entry, or in a record."""
+        if field.at < self.record_words * WORD:
+            return replace(field, in_record=True)
+        return replace(field, at=field.at - self._moved * WORD)
 
     def _check_dtypes(self) -> None:
         if not self.described:
@@ -161,12 +215,16 @@ class Layout:
 
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
-        return field.at >= self.observation_words * WORD
+        return self._seen_at(field) >= self.observation_words * WORD
+
+    def _seen_at(self, field: Field) -> int:
+        """Returns the first byte of a field in an entry whose frame is decoded."""
+        return field.at if field.in_record else field.at + self._moved * WORD
 
     def row_byte(self, field: Field) -> int:
         """Returns the first byte of a field in a row; of a stack, that of its oldest frame."""
         skipped = 0 if field.stack else self._skipped * WORD
-        return field.at + skipped + (self.next_word * WORD if field.is_next else 0)
+        return self._seen_at(field) + skipped + (self.next_word * WORD if field.is_next else 0)
 
     def field_offsets(self, key: NestedKey, others: Sequence[NestedKey]) -> np.ndarray:
         """Returns where fields begin in a row, in `words`; none unless all are alike, and no stacks."""
@@ -175,7 +233,8 @@ class Layout:
         found = [it for it in map(self.by_key.get, others) if it]
         is_alike = all((it.dtype, it.shape, it.stack) == kind for it in (one, *found))
         places = [self.row_byte(it) // one.words[0] for it in found]
-        return np.array(places if is_alike and len(found) == len(others) else [], np.int64)
+        is_alike &= len(found) == len(others) and not one.in_record
+        return np.array(places if is_alike else [], np.int64)
 
     def check_stacks(self, rows: Any) -> None:
         """Raises a ValueError unless each next stack of rows `[N, row_words]` is its stack moved on."""
@@ -229,12 +288,13 @@ class Layout:
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
     def __eq__(self, other: object) -> bool:
-        own = self.fields, self.nested
-        return isinstance(other, Layout) and own == (other.fields, other.nested)
+        own = self.fields, self.nested, self.keyframes
+        return isinstance(other, Layout) and own == (other.fields, other.nested, other.keyframes)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
-        return f"{type(self).__name__}({self.entry_words * WORD} bytes an entry; {fields})"
+        frames = " and frames as what changed" if self.keyframes else ""
+        return f"{type(self).__name__}({self.entry_words * WORD} bytes an entry{frames}; {fields})"
 
 
 def nest(

@@ -3,6 +3,9 @@
 So packed they fit storages on any device, whatever room there is for entries; if they do not all fit the
 oldest rows go. A lane without live steps keeps its newest one, with which its stream ends.
 
+Frames that are stored as what changed stay so: a lane begins with a keyframe, and its state holds the
+records of its entries, from a position on.
+
 Letters: E lanes, N steps of a lane, n of its entries, W words an entry, k frames a stack.
 """
 
@@ -21,12 +24,16 @@ from trl_storages.directory import Directory
 from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.entries.layout import Layout
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import CONTINUES, FIRST
+from trl_storages.kernels import CONTINUES, FIRST, frames
 from trl_storages.serialization import State, array, entries_of
 
 __all__ = ["PackedLane", "fill", "numbered", "packed", "parsed", "read"]
 
 _ROWS = ("max_size", "num_envs", "layout", "lanes")
+_LANE = ("cursor", "tail", "first", "begins", "ends", "places", "priorities", "entries")
+_RECORDS = ("position", "records")
+# The record of a frame of zeros.
+_NO_CHANGES = np.zeros(4, np.uint8)
 
 
 class PackedLane(NamedTuple):
@@ -41,6 +48,8 @@ class PackedLane(NamedTuple):
         places: `[N]` int64, its entry.
         priorities: `[N]` float32, 0 where none was set.
         entries: `[n, W]` in parts.
+        records: of frames that are stored as what changed, the position of the first byte and the bytes.
+        backs: `[n]` how many entries back the keyframe of each is; None where frames are as they are.
     """
 
     cursor: int
@@ -51,6 +60,13 @@ class PackedLane(NamedTuple):
     places: np.ndarray
     priorities: np.ndarray
     entries: list[torch.Tensor]
+    records: tuple[Any, ...] = ()
+    backs: np.ndarray | None = None
+
+    def first_entry(self, i: int, k: int) -> int:
+        """Returns the first entry that its i-th step needs."""
+        first = int(self.places[i]) - (k - 1)
+        return first if self.backs is None else first - int(self.backs[first])
 
 
 def packed(backend: Any) -> State:
@@ -87,7 +103,7 @@ def read(path: Any) -> tuple[State, State]:
 
 
 def _lanes(backend: Any) -> list[State]:
-    index, k, lanes = backend.index, backend.index.stack, []
+    index, lanes = backend.index, []
     lane, step, slot = index.kept()
     where, first = index.where[slot], index.spans[lane, index.episode[slot], FIRST]
     columns = step, first, first == step, index.ends[slot], where, index.priorities[slot]
@@ -95,19 +111,22 @@ def _lanes(backend: Any) -> list[State]:
     remains = step >= np.minimum(index.tails, index.cursors - 1)[lane]
     bounds = np.searchsorted(lane[remains], np.arange(1, index.num_envs))
     of_lanes = zip(*(np.split(column[remains], bounds) for column in columns), strict=True)
-    for tail, each in zip(index.tails.tolist(), of_lanes, strict=True):
+    for number, (tail, each) in enumerate(zip(index.tails.tolist(), of_lanes, strict=True)):
         steps, firsts, begins, ends, places, priorities = each
         entries: list[torch.Tensor] = []
         # The stream may have come to the end of its lane, and gone on at the beginning.
         for part in np.split(places, np.flatnonzero(np.diff(places) < 0) + 1):
             if len(part):
-                begin, end = int(part[0]) - (k - 1), int(part[-1]) + 2
+                begin, end = backend.entries.begin_of(int(part[0])), int(part[-1]) + 2
                 part += sum(map(len, entries)) - begin  # of places too
                 entries.append(backend.entries.stored(begin, end))
         cursor, first = (int(steps[-1]) + 1, int(firsts[0])) if len(steps) else (0, 0)
         arrays = map(torch.from_numpy, (begins, ends, places, priorities))
         words = cursor, min(tail, cursor), first, *arrays, entries
-        lanes.append(dict(zip(PackedLane._fields, words, strict=True)))
+        lanes.append(dict(zip(_LANE, words, strict=True)))
+        if backend.layout.keyframes:
+            records = backend.entries.records_of(number, entries) if entries else (0, [])
+            lanes[-1] |= dict(zip(_RECORDS, records, strict=True))
     return lanes
 
 
@@ -131,7 +150,7 @@ def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Seq
         raise ValueError(f"rows must have a layout, got none: {error!s:.99}") from None
     if not isinstance(lanes, list) or len(lanes) != num_envs:
         raise ValueError(f"rows must be a list of {num_envs} lanes: nothing changed.")
-    index = EpisodeIndex(max_size, num_envs, stack=layout.frames)
+    index = EpisodeIndex(max_size, num_envs, stack=layout.frames, depth=layout.depth)
     found = [_parse_lane(it, layout, index.steps_per_lane) for it in lanes]
     fill(found, index)
     try:
@@ -143,9 +162,8 @@ def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Seq
 
 def _parse_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     """Returns the steps of a lane, of which an index can be made, to be checked."""
-    *numbers, begins, ends, places, priorities, entries = entries_of(
-        "a lane", state, PackedLane._fields
-    )
+    names = (*_LANE, *_RECORDS) if layout.keyframes else _LANE
+    *numbers, begins, ends, places, priorities, entries = entries_of("a lane", state, names)[:8]
     cursor, tail, first = (validation.integer("a step", it, at_most=2**48) for it in numbers)
     begins = array("begins", begins, torch.bool, None)
     size, oldest = len(begins), cursor - len(begins)
@@ -160,10 +178,35 @@ def _parse_lane(state: Any, layout: Layout, T: int) -> PackedLane:
         fits = cursor == tail == 0
     else:
         fits = 0 <= oldest <= tail <= cursor and size <= T and bool((np.diff(places) > 0).all())
-        fits &= places[0] == layout.frames - 1 and places[-1] + 2 == sum(map(len, parts))
+        first_place = layout.frames - 1
+        fits &= first_place <= places[0] < first_place + max(layout.keyframes, 1)
+        fits &= places[-1] + 2 == sum(map(len, parts))
     if not fits:
         raise ValueError("the steps of a lane must follow one another: nothing changed.")
-    return PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
+    lane = PackedLane(cursor, tail, first, begins, ends, places, priorities, parts)
+    return _with_records(lane, state, layout) if layout.keyframes else lane
+
+
+def _with_records(lane: PackedLane, state: Any, layout: Layout) -> PackedLane:
+    """Returns a lane with its records, once those that live steps need are checked."""
+    position = validation.integer("position", state["position"], at_most=2**55)
+    parts = validation.instance("records", state["records"], list)
+    nothing = np.empty(0, np.uint8)
+    taken = np.concatenate([nothing, *(array("records", it, torch.uint8, None) for it in parts)])
+    words = np.concatenate([np.empty(0, np.int64), *(it[:, 0].numpy() for it in lane.entries)])
+    lane = lane._replace(records=(position, taken), backs=words & frames.BACK)
+    if not lane.cursor:
+        return lane
+    # Another process may have overwritten what older steps need while they were saved, or all steps.
+    size = len(lane.places)
+    first = lane.first_entry(min(lane.tail - (lane.cursor - size), size - 1), layout.frames)
+    sizes = layout.keyframes, layout.record_words
+    if first >= 0 and frames.are_records(words[first:], position, taken, *sizes):
+        return lane
+    if lane.tail < lane.cursor:
+        raise ValueError("saved frames must follow keyframes: nothing changed.")
+    empty = [torch.zeros_like(part) for part in lane.entries]
+    return lane._replace(entries=empty, records=(0, _NO_CHANGES), backs=0 * words)
 
 
 def numbered(layout: Layout, steps: np.ndarray, firsts: np.ndarray) -> list[PackedLane]:
@@ -177,8 +220,9 @@ def numbered(layout: Layout, steps: np.ndarray, firsts: np.ndarray) -> list[Pack
     size = layout.frames + 1, layout.entry_words
     entries = [torch.zeros(size, dtype=torch.int64, device="cpu")]
     of_step = np.array([False]), np.array([CONTINUES]), np.array([layout.frames - 1]), np.zeros(1)
+    records = (0, _NO_CHANGES) if layout.keyframes else ()
     return [
-        PackedLane(step, step, min(first, step - 1), *of_step, entries)
+        PackedLane(step, step, min(first, step - 1), *of_step, entries, records)
         for step, first in zip(steps.tolist(), firsts.tolist(), strict=True)
     ]
 
@@ -200,13 +244,14 @@ def fill(lanes: Sequence[PackedLane], index: EpisodeIndex, rows: Any = None) -> 
 
 
 def _fill_lane(number: int, lane: PackedLane, index: EpisodeIndex, rows: Any) -> None:
-    places, size, k = lane.places, len(lane.places), index.stack
+    places, size = lane.places, len(lane.places)
     steps = np.arange(lane.cursor - size, lane.cursor)
     # What gave way while it was saved goes, whatever it is; and the oldest whose entries do not fit.
-    least = int(places[-1]) + 2 - index.entries_per_lane + k - 1
+    least = int(places[-1]) + 2 - index.entries_per_lane + index.depth - 1
     gone = max(lane.tail - int(steps[0]), int(np.searchsorted(places, least)))
     gone = min(gone, size - 1)
-    skipped, begun = int(places[gone]) - (k - 1), np.flatnonzero(lane.begins[: gone + 1])
+    skipped = lane.first_entry(gone, index.stack)
+    begun = np.flatnonzero(lane.begins[: gone + 1])
     slots = index.set_lane(
         *(number, steps[gone:], places[gone:] - skipped, lane.begins[gone:], lane.ends[gone:]),
         first=int(steps[begun[-1]]) if len(begun) else lane.first,
@@ -218,4 +263,4 @@ def _fill_lane(number: int, lane: PackedLane, index: EpisodeIndex, rows: Any) ->
         for part in lane.entries:
             entries.append(part[skipped:])
             skipped = max(skipped - len(part), 0)
-        rows.fill(number, entries)
+        rows.fill(number, entries, *lane.records)

@@ -14,7 +14,8 @@ import torch
 
 from trl_storages.entries.arena import GIVES_BACK, Arena
 from trl_storages.entries.device import DeviceEntries
-from trl_storages.entries.host import HostEntries, arena_sizes
+from trl_storages.entries.frames import host_entries
+from trl_storages.entries.host import arena_sizes
 from trl_storages.entries.layout import Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.storage import dumps
@@ -68,17 +69,19 @@ class Memory:
     ) -> None:
         self._made_of = layout, max_size, num_envs, max_entries, device
         self.layout, self._is_shared = layout, arena is not None
-        k, is_here = 1 if layout is None else layout.frames, device.type in HOSTS
+        k, depth = (1, 1) if layout is None else (layout.frames, layout.depth)
+        is_here = device.type in HOSTS
         if max_entries is None and not (is_here and GIVES_BACK):
             # Entries that no row needs are not given back here.
             steps = max_size // max(num_envs, 1)
             most = max(steps // 8, 24)
-            max_entries = num_envs * (steps + most + (k + 1) * min(most, 64))
-        self.index = index = EpisodeIndex(max_size, num_envs, stack=k, max_entries=max_entries)
+            max_entries = num_envs * (steps + most + (k + 1) * min(most, 64) + depth - k)
+        sizes = max_size, num_envs
+        self.index = index = EpisodeIndex(*sizes, stack=k, depth=depth, max_entries=max_entries)
         self.entries: Any = None
         if layout is not None and is_here:
             self._arena = arena = arena or Arena(**arena_sizes(layout, index))
-            self.entries = HostEntries(layout, index, arena)
+            self.entries = host_entries(layout, index, arena)
         elif layout is not None:
             self.entries = DeviceEntries(layout, index, device)
 

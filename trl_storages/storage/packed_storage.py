@@ -22,6 +22,7 @@ from trl_storages.entries import HostEntries
 from trl_storages.entries.fields import WORD
 from trl_storages.entries.layout import Block, Layout, Nested
 from trl_storages.index import EpisodeIndex
+from trl_storages.kernels.frames import EVERY
 from trl_storages.serialization import Adopt, State
 from trl_storages.storage import dumps, memory
 from trl_storages.storage.memory import Memory
@@ -56,6 +57,9 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             the first write fixes.
         nested: which TensorDicts of the rows have further batch sizes, as those of agents have: path and
             sizes. Without fields the first write says so.
+        compress: whether stacks of frames, and observations that are uint8 with two dimensions or
+            more, are stored losslessly as what changed since the entry before. The transitions are on
+            the host then. None is as the directory says, else False.
         max_entries: room for observations, over all lanes. None is enough in memory for `max_size` rows
             whatever they are; on a GPU for episodes of about eight steps and longer, shorter ones are
             evicted early.
@@ -69,7 +73,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     Raises:
         ValueError: a lane has fewer than two steps, or too few entries; or the directory is damaged, or
-            holds the rows of another storage.
+            holds the rows of another storage; or `compress` has nothing to compress, or a GPU.
         FileNotFoundError: the directory holds no storage, and `mode` is "r" or `max_size` is None.
         RuntimeError: the directory has a writer, and `mode` is "r+".
 
@@ -88,6 +92,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         device: torch.device | str = "cpu",
         fields: Mapping[NestedKey, Sequence[Any] | None] | None = None,
         nested: Nested = (),
+        compress: bool | None = None,
         max_entries: int | None = None,
         path: str | os.PathLike[str] | None = None,
         mode: str = "r+",
@@ -95,6 +100,13 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         cold: bool | None = None,
     ) -> None:
         device = validation.device("device", device)
+        self._compress = validation.optional(validation.flag, "compress", compress)
+        if compress and device.type not in memory.HOSTS:
+            raise ValueError(
+                f"compress=True needs device='cpu', got {device}: frames are decoded on the host. Pass "
+                "prefetch=1 and pin_memory=True to ReplayStorage, and move each batch to the GPU with "
+                "batch.to('cuda', non_blocking=True)."
+            )
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
                 f"device must be 'cpu' or 'cuda', got {str(device)!r}: keep the transitions on the CPU, "
@@ -182,6 +194,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         if own != theirs:
             what = "max_size, num_envs and max_entries"
             raise ValueError(f"{self.path} holds a storage with {what} {theirs}, got {own}.")
+        if self._compress not in (None, bool(found.layout.keyframes)):
+            raise ValueError(
+                f"{self.path} holds transitions of compress={not self._compress}, got compress="
+                f"{self._compress}: copy them to another storage with extend_from to change it."
+            )
         if self.fields:
             described = found.layout.described
             known: Any = {key: kind or described.get(key) for key, kind in self.fields.items()}
@@ -230,7 +247,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         for key in found:
             keys.check_storable(key)
         kinds = {key: kind or found[key] for key, kind in self.fields.items()}
-        return Layout(kinds or found, nested or self.nested)
+        keyframes = EVERY if self._compress else 0
+        return Layout(kinds or found, nested or self.nested, keyframes)
 
     def set_layout(self, layout: Layout) -> None:
         """Fixes the layout, and makes room for the rows."""
@@ -274,7 +292,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             self.warn_of_size()
         index, gaps = self.episodes, 0
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
-        parts = block.parts(index.most_steps)
+        parts = block.parts(self.entries.most_steps)
         if stops_at_gaps and len(parts) > 1 and (gaps := self.entries.count_gaps(block)):
             return np.empty(0, np.int64), gaps
         for part in parts:
@@ -367,6 +385,11 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         layout, lanes = dumps.parsed(state, self.max_size, self.episodes.num_envs)
         if layout is not None:
             own = self.layout_for(layout.described, layout.nested)
+            if own.keyframes != layout.keyframes:
+                raise ValueError(
+                    "compressed transitions cannot be loaded as others, and vice versa: nothing changed. "
+                    "Load them into a storage with the same compress=, and copy with extend_from."
+                )
             if own != layout:
                 raise ValueError(f"rows must be {own}, got {layout}: nothing changed. {_BRIDGE}")
 
