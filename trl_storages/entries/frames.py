@@ -53,7 +53,8 @@ class FrameEntries(HostEntries):
         # Up to which position of each lane there is room on the disk.
         self._reserved_to = np.zeros(index.num_envs, np.int64)
         if self.is_in_file:
-            self._often = max(self._often, index.steps_per_lane // 8)
+            is_reserved = arena.is_reserved
+            self._often = max(self._often, index.steps_per_lane // 8) if is_reserved else 1 << 62
             self.most_steps = min(self.most_steps, max(_MOST // ((k + 1) * self._most), 1))
         # Words of observations in entries.
         self._stored = layout.observation_words - C + 1, k
@@ -61,7 +62,7 @@ class FrameEntries(HostEntries):
     def append(self, block: Block, **flags: bool) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane; see `HostEntries.append`."""
         self._know_tips(block)
-        if self.is_in_file:
+        if self.is_in_file and self._arena.is_reserved:
             self._reserve_records(block)
         return super().append(block, **flags)
 

@@ -316,26 +316,21 @@ def put(
 ) -> int:
     """Writes a block whole, unless it stops at gaps and has some; returns how many it has cut.
 
-    Lanes are written some at a time, so that what one pass reads is in the cache for the next; all
-    together where gaps are to stop the write. In memory the marks are none.
+    All lanes are compared before any is written. Then groups of lanes are written one after another, so
+    that what one pass over a group reads is in the cache for the next pass. In memory the marks are none.
     """
     k, size, gaps = index[STACK], sizes[1], 0
     how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
     tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
-    together = max(len(which), 1) if stops_at_gaps else _TOGETHER
-    for m in range(0, len(which), together):
-        lanes, tip, some = (
-            which[m : m + together],
-            tips[m : m + together],
-            offsets[m : m + together + 1],
-        )
+    find_tips(index, which, tips)
+    compare(entries, sizes, k, tips, offsets, block, how)
+    if cuts_gaps or stops_at_gaps:
+        gaps = find_gaps(index, which, offsets, how, done, cut, not stops_at_gaps)
+    if gaps and stops_at_gaps:
+        return gaps
+    for m in range(0, len(which), _TOGETHER):
+        lanes, some = which[m : m + _TOGETHER], offsets[m : m + _TOGETHER + 1]
         first, end = some[0], some[-1]
-        find_tips(index, lanes, tip)
-        compare(entries, sizes, k, tip, some, block, how)
-        if cuts_gaps or stops_at_gaps:
-            gaps += find_gaps(index, lanes, some, how, done, cut, not stops_at_gaps)
-        if gaps and stops_at_gaps:
-            return gaps
         make_room(index, lanes, some, how, at)
         enter(index, lanes, some, how, at, done, cut, slots, numbers)
         new = how[first:end], at[first:end]
