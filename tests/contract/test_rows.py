@@ -11,6 +11,8 @@ pytestmark = pytest.mark.requirement("stored-once")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rows_read_back_bit_for_bit(place, layout, lanes):
+    if place == "device" and layout.startswith("compressed"):
+        pytest.skip("compressed frames are on the host")
     storage = make(place=place, layout=layout, lanes=lanes, size=10 * lanes)
     players = [Player(lane) for lane in range(lanes)]
     written = [player.play([4, 1, 3], unfinished=1) for player in players]
