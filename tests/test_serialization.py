@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from trl_storages.serialization import array, entries_of, from_json, to_json
+from trl_storages.serialization import array, from_json, required_items, to_json
 
 
-def test_json_has_all_that_states_hold():
+def test_states_survive_json():
     tensors = [torch.arange(2), torch.zeros(0, 3), torch.tensor(True), -torch.zeros(2).bfloat16()]
     state = {"numbers": [1, 2.5, -math.inf, 2**60, None, True], "key": ("next", ("a", 3))}
-    found = from_json(json.loads(json.dumps(to_json({**state, "nested": {"of": tensors}}))))
-    nested = found.pop("nested")["of"]
+    loaded = from_json(json.loads(json.dumps(to_json({**state, "nested": {"list": tensors}}))))
+    nested = loaded.pop("nested")["list"]
     assert all(map(torch.equal, nested, tensors))
     assert str(nested) == str(tensors)  # dtypes, and the sign of 0
-    assert found == state
+    assert loaded == state
     with pytest.raises(TypeError, match="float32"):
         to_json({**state, "nested": [np.float32(2)]})
 
@@ -33,16 +33,16 @@ def test_json_has_all_that_states_hold():
         {".tuple": 5},
     ],
 )
-def test_other_json_is_refused(words):
-    with pytest.raises(ValueError, match="whole"):
+def test_from_json_rejects_damaged_json(words):
+    with pytest.raises(ValueError, match="damaged"):
         from_json([words])
 
 
-def test_entries_and_tensors_are_checked():
-    assert entries_of("a part", {"b": 1, "a": 2}, ("a", "b")) == [2, 1]
+def test_items_and_tensors_of_another_kind_raise():
+    assert required_items("a part", {"b": 1, "a": 2}, ("a", "b")) == [2, 1]
     for state in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, None, [1, 2]):
         with pytest.raises(ValueError, match="a part"):
-            entries_of("a part", state, ("a", "b"))
+            required_items("a part", state, ("a", "b"))
     assert array("it", torch.ones(2, 3).T, torch.float32, None, 2).shape == (3, 2)
     for value in (torch.ones(2), torch.ones(2, 2).long(), torch.ones(2, 2).to_sparse(), [[1.0]]):
         with pytest.raises(ValueError, match="it must be"):

@@ -29,7 +29,7 @@ from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
     Parameter,
     component_states,
-    parsed,
+    prepare_load,
     prepare_load_components,
     resume,
 )
@@ -438,7 +438,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             with self._replay_lock, self._write_lock:
                 self._writer.extend_from(other._writer)
                 if self._writer.num_envs == other._writer.num_envs:
-                    self._recorder.parsed(other._recorder.state())()
+                    self._recorder.prepare_load(other._recorder.state())()
                 if own is not None and its is not None:
                     largest = max(it.state()["largest"] or 0.0 for it in (own, its))
                     own.load_state_dict({"largest": largest})
@@ -837,7 +837,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         ahead = self._prefetch_queue
         with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            adopt = parsed(self, state_dict)
+            adopt = prepare_load(self, state_dict)
             ahead.clear()
             adopt()
 

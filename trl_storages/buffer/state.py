@@ -1,6 +1,6 @@
 """The state of a storage: all that its next writes and draws depend on.
 
-All parts are parsed before any is adopted, so what is refused changes nothing.
+All components are checked before any state is adopted, so a rejected state changes nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ import torch
 
 from trl_storages import validation
 from trl_storages.samplers import ReplaySampler
-from trl_storages.serialization import Adopt, State, array, entries_of, from_json, joined, to_json
+from trl_storages.serialization import (
+    Adopt,
+    State,
+    all_of,
+    array,
+    from_json,
+    required_items,
+    to_json,
+)
 from trl_storages.validation import Setting
 
-__all__ = ["Parameter", "component_states", "parsed", "prepare_load_components", "resume"]
+__all__ = ["Parameter", "component_states", "prepare_load", "prepare_load_components", "resume"]
 
 _REST = ("parts", "writer", "recorder", "generator", "cursors")
 
@@ -34,26 +42,26 @@ def component_states(storage: Any) -> State:
     }
 
 
-def parsed(storage: Any, state: Any) -> Adopt:
+def prepare_load(storage: Any, state: Any) -> Adopt:
     """Returns a function that makes a storage go on from a state.
 
     Raises:
         ValueError, TypeError, KeyError: the state is damaged, or of another storage.
     """
-    rows, rest = entries_of("a storage", state, ("rows", "rest"))
+    rows, rest = required_items("a storage", state, ("rows", "rest"))
     adopt_rest = prepare_load_components(storage, rest)
     # Rows first, as there may be no room for them on the disk.
-    return joined(storage._storage.parsed(rows, to_json(rest)), adopt_rest)
+    return all_of(storage._storage.prepare_load(rows, to_json(rest)), adopt_rest)
 
 
 def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
-    """Returns a function that makes all but the rows go on from a state; see `parsed`.
+    """Returns a function that makes all but the rows go on from a state; see `prepare_load`.
 
     What is `reopened` has the parameters that it is made with, and may have other parts. What writer and
     recorder know holds with the last row that they wrote only: of a writer that was killed after it the
     environments are gone, and the count of rows alone goes on.
     """
-    parts, writer, recorder, generator, cursors = entries_of("a storage", state, _REST)
+    parts, writer, recorder, generator, cursors = required_items("a storage", state, _REST)
     own = storage.components()
     if not isinstance(parts, list) or (len(parts) != len(own) and not reopened):
         raise ValueError(
@@ -68,8 +76,8 @@ def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False)
         count = writer["write_count"] + sum(now) - sum(cursors)
         writer = {**storage._writer.state(), "write_count": count}
         recorder = storage._recorder.state()
-    adopts += [storage._writer.parsed(writer), storage._recorder.parsed(recorder)]
-    return joined(*adopts)
+    adopts += [storage._writer.prepare_load(writer), storage._recorder.prepare_load(recorder)]
+    return all_of(*adopts)
 
 
 def resume(storage: Any) -> None:
@@ -106,38 +114,39 @@ def _parameters(part: Any) -> dict[str, Setting]:
 
 
 def _prepare_load_component(part: Any, state: Any, reopened: bool) -> Adopt:
-    kind, values, state = entries_of("a part", state, ("kind", "parameters", "state"))
+    kind, values, state = required_items("a part", state, ("kind", "parameters", "state"))
     is_own, is_same = isinstance(part, ReplaySampler), kind == type(part).__name__
     if reopened:
-        return part.parsed(state) if is_own and is_same else joined()
+        return part.prepare_load(state) if is_own and is_same else all_of()
     if not is_same:
         raise ValueError(
-            f"the state must be of a {type(part).__name__}, got {validation.shown(kind)}: nothing changed."
+            f"the state must be of a {type(part).__name__}, got {validation.shown(kind)}: "
+            "nothing changed."
         )
-    adopt_state = part.parsed(state) if is_own else _prepare_load_module(part, state)
+    adopt_state = part.prepare_load(state) if is_own else _prepare_load_module(part, state)
     parameters, trial = _parameters(part), object.__new__(type(part))
-    for name, value in zip(parameters, entries_of(kind, values, parameters), strict=True):
+    for name, value in zip(parameters, required_items(kind, values, parameters), strict=True):
         if isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be no tensor: nothing changed.")
         parameters[name].__set__(trial, value)
-    return joined(partial(part.__dict__.update, trial.__dict__), adopt_state)
+    return all_of(partial(part.__dict__.update, trial.__dict__), adopt_state)
 
 
 def _prepare_load_module(part: Any, state: Any) -> Adopt:
     """Parses the state of a part of TorchRL's, or of the user's own, that must be as it is now."""
     own = part.state_dict() or {}
-    values = entries_of(type(part).__name__, state, own)
+    values = required_items(type(part).__name__, state, own)
     for (name, now), value in zip(own.items(), values, strict=True):
         if isinstance(now, torch.Tensor):
             array(name, value, now.dtype, *now.shape)
         else:
             validation.instance(name, value, type(now))
-    return partial(part.load_state_dict, state) if own else joined()
+    return partial(part.load_state_dict, state) if own else all_of()
 
 
 def _prepare_load_generator(storage: Any, state: Any) -> Adopt:
     if state is None:
-        return joined()
+        return all_of()
     generator = torch.Generator()
     try:
         generator.set_state(state)

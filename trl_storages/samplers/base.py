@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import validation
 from trl_storages.index import EpisodeIndex
-from trl_storages.serialization import Adopt, State, entries_of, joined
+from trl_storages.serialization import Adopt, State, all_of, required_items
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.torchrl_compat import reject_torchrl_components
 from trl_storages.validation import Strict
@@ -107,14 +107,14 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         """Returns what the next draws depend on, but for parameters and the generator."""
         return {}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
 
         Raises:
             ValueError: the state is not that of such a sampler.
         """
-        entries_of(type(self).__name__, state, ())
-        return joined()
+        required_items(type(self).__name__, state, ())
+        return all_of()
 
     def state_dict(self) -> State:
         """Returns `state()`."""
@@ -122,7 +122,7 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Adopts what `state_dict` returned, once all of it is checked."""
-        self.parsed(state_dict)()
+        self.prepare_load(state_dict)()
 
     def _empty(self) -> None:
         """Does nothing: the index says that there are no rows."""
@@ -247,9 +247,9 @@ class UniformSampler(ReplaySampler):
         tails, cursors = epoch.tails.tolist(), epoch.cursors.tolist()
         return {"seed": epoch.seed, "tails": tails, "cursors": cursors, "drawn": self._num_drawn}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
-        seed, *bounds, drawn = entries_of(
+        seed, *bounds, drawn = required_items(
             "UniformSampler", state, ("seed", "tails", "cursors", "drawn")
         )
         if not all(isinstance(steps, list) for steps in bounds):

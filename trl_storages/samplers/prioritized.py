@@ -17,7 +17,7 @@ from torchrl.data import PrioritizedSampler
 from trl_storages import keys, validation
 from trl_storages.kernels import priority_tree
 from trl_storages.samplers.base import Drawn, ReplaySampler
-from trl_storages.serialization import Adopt, State, entries_of
+from trl_storages.serialization import Adopt, State, required_items
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.validation import Setting, warn_caller
 
@@ -189,9 +189,9 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         known = self._priorities
         return {"largest": self._largest if known is None else known.largest}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
-        (largest,) = entries_of("PERSampler", state, ("largest",))
+        (largest,) = required_items("PERSampler", state, ("largest",))
         largest = validation.optional(validation.number, "largest", largest, at_most=_MOST)
 
         def adopt() -> None:

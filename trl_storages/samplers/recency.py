@@ -24,7 +24,7 @@ from trl_storages import validation
 from trl_storages.index import EpisodeIndex
 from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler, layers_of
 from trl_storages.samplers.hindsight import HERSampler
-from trl_storages.serialization import Adopt, State, entries_of
+from trl_storages.serialization import Adopt, State, required_items
 from trl_storages.storage import StorageView
 from trl_storages.validation import Setting
 
@@ -164,10 +164,10 @@ class ERESampler(WrappingSampler):
         phase = self._phase
         return {"update": phase.update, "num_updates": phase.num_updates, "written": phase.written}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state."""
         names = ("update", "num_updates", "written")
-        update, num_updates, written = entries_of("ERESampler", state, names)
+        update, num_updates, written = required_items("ERESampler", state, names)
         phase = _Phase(
             validation.integer("update", update),
             validation.integer("num_updates", num_updates),

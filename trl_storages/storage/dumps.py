@@ -25,7 +25,7 @@ from trl_storages.directory.description import UNREADABLE, described, layout_of
 from trl_storages.entries.layout import Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import CONTINUES, FIRST, frames
-from trl_storages.serialization import State, array, entries_of
+from trl_storages.serialization import State, array, required_items
 
 __all__ = ["PackedLane", "fill", "numbered", "packed", "parsed", "read"]
 
@@ -138,7 +138,7 @@ def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Seq
     Raises:
         TypeError, ValueError: the state is damaged, or of a storage of another size.
     """
-    *sizes, words, lanes = entries_of("rows", state, _ROWS)
+    *sizes, words, lanes = required_items("rows", state, _ROWS)
     for name, got, own in zip(_ROWS, sizes, (max_size, num_envs), strict=False):
         if validation.integer(name, got) != own:
             raise ValueError(f"rows must be those of {name}={own}, got {got}: nothing changed.")
@@ -163,7 +163,7 @@ def parsed(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, Seq
 def _parse_lane(state: Any, layout: Layout, T: int) -> PackedLane:
     """Returns the steps of a lane, of which an index can be made, to be checked."""
     names = (*_LANE, *_RECORDS) if layout.keyframes else _LANE
-    *numbers, begins, ends, places, priorities, entries = entries_of("a lane", state, names)[:8]
+    *numbers, begins, ends, places, priorities, entries = required_items("a lane", state, names)[:8]
     cursor, tail, first = (validation.integer("a step", it, at_most=2**48) for it in numbers)
     begins = array("begins", begins, torch.bool, None)
     size, oldest = len(begins), cursor - len(begins)

@@ -370,7 +370,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.view()
         return dumps.packed(self.backend)
 
-    def parsed(self, state: Any, rest: Any = None) -> Adopt:
+    def prepare_load(self, state: Any, rest: Any = None) -> Adopt:
         """Returns a function that makes saved rows those of the storage.
 
         Args:
@@ -425,7 +425,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def loads(self, path: Any) -> None:
         """Adopts the rows that `dumps` saved, once all of them are checked."""
-        self.parsed(dumps.read(path)[0])()
+        self.prepare_load(dumps.read(path)[0])()
 
     def state_dict(self) -> State:
         """Returns `state()`, in memory of its own."""
@@ -433,7 +433,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Adopts what `state_dict` returned, once all of it is checked."""
-        self.parsed(state_dict)()
+        self.prepare_load(state_dict)()
 
     def empty(self, keep_steps: int = 0) -> None:
         """Lets all rows give way but the last `keep_steps` of each lane, and all priorities."""

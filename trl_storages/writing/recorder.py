@@ -15,7 +15,7 @@ from tensordict import NestedKey, unravel_key
 
 from trl_storages import keys, validation
 from trl_storages.entries.layout import Block, Layout
-from trl_storages.serialization import Adopt, State, array, entries_of
+from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.writing.routing import Routing, all_lanes
 from trl_storages.writing.spaces import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
@@ -156,13 +156,13 @@ class Recorder:
         """Returns which environments are only reset by their next step."""
         return {"ended": torch.from_numpy(self._ended & ~self._was_reset)}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
 
         Raises:
             ValueError: the state is not that of such a recorder.
         """
-        (ended,) = entries_of("the recorder", state, ("ended",))
+        (ended,) = required_items("the recorder", state, ("ended",))
         ended = array("ended", ended, torch.bool, self.num_envs)
 
         def adopt() -> None:

@@ -19,7 +19,7 @@ from trl_storages import keys as default_keys
 from trl_storages import validation
 from trl_storages.entries.arena import Arena
 from trl_storages.entries.layout import Block, Layout, nested_sizes
-from trl_storages.serialization import Adopt, State, array, entries_of
+from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import reject_torchrl_components
 from trl_storages.validation import Lanes, lane_numbers, warn_caller
@@ -437,13 +437,13 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         )
         return {"write_count": self.write_count, "lanes": lanes}
 
-    def parsed(self, state: Any) -> Adopt:
+    def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
 
         Raises:
             ValueError, TypeError: the state is not that of such a writer.
         """
-        count, lanes = entries_of("EpisodeWriter", state, ("write_count", "lanes"))
+        count, lanes = required_items("EpisodeWriter", state, ("write_count", "lanes"))
         count = validation.integer("write_count", count)
         lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
@@ -459,7 +459,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Adopts what `state_dict` returned, once all of it is checked."""
-        self.parsed(state_dict)()
+        self.prepare_load(state_dict)()
 
     def dumps(self, path: Any) -> None:
         """Raises: a storage is saved as a whole."""
