@@ -163,7 +163,7 @@ def test_a_handle_and_its_clients_have_the_methods_and_parameters(workers):
         assert caller.sample_episodes(3).shape[0] == 3
         caller.num_goals = 2
         assert caller.num_goals == 2
-        with pytest.raises(AttributeError, match="no component of this replay buffer has 'beta'"):
+        with pytest.raises(AttributeError, match="no component of this ReplayStorage has 'beta'"):
             caller.beta = 0.5
         with pytest.raises(AttributeError, match="num_goal"):
             caller.num_goal = 2

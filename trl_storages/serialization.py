@@ -19,7 +19,7 @@ __all__ = ["Adopt", "State", "all_of", "array", "from_json", "required_items", "
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
-# Names that mark a tensor and a tuple in JSON, which has neither. No state has a name that begins with a dot.
+# Names that mark a tensor and a tuple in JSON, which has neither. No name of a state begins with a dot.
 _TENSOR, _TUPLE = ".tensor", ".tuple"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 

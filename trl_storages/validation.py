@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     Options = ParamSpec("Options")
 
 __all__ = [
+    "ComponentSetting",
     "Lanes",
     "Setting",
     "Strict",
-    "Unsaved",
     "choice",
     "counted",
     "device",
@@ -375,23 +376,60 @@ def renamed(
 
 
 class Setting:
-    """An attribute of a part that is checked whenever it is set."""
+    """An attribute of a component, which is checked whenever it is set."""
 
-    def __init__(self, check: Callable[..., Any], *choices: Any, **bounds: Any) -> None:
+    def __init__(
+        self, check: Callable[..., Any], *choices: Any, saved: bool = True, **bounds: Any
+    ) -> None:
+        """Takes `check(name, value, *choices, **bounds)`, and whether states contain the value."""
         self._check = check, choices, bounds
+        self.is_saved = saved
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
 
-    def __set__(self, part: Any, value: Any) -> None:
+    def __set__(self, component: Any, value: Any) -> None:
         check, choices, bounds = self._check
-        part.__dict__[self._name] = check(self._name, value, *choices, **bounds)
+        component.__dict__[self._name] = check(self._name, value, *choices, **bounds)
 
 
-class Unsaved(Setting):
-    """A checked attribute that is no parameter: states leave it out."""
+class ComponentSetting:
+    """A setting of the components of its owner; it is read from the last one and set on all of them."""
+
+    def __init__(
+        self, doc: str, argument: str, lock_of: Callable[[Any], Any] = nullcontext
+    ) -> None:
+        """Takes one line of help, and the argument of the owner that adds a component with the setting.
+
+        `lock_of(owner)` is held while the components are set. The owner has `components()`.
+        """
+        self.__doc__, self._argument, self._lock_of = doc, argument, lock_of
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self if owner is None else getattr(self._components_of(owner)[-1], self._name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        with self._lock_of(owner):
+            for component in self._components_of(owner):
+                setattr(component, self._name, value)
+
+    def _components_of(self, owner: Any) -> list[Any]:
+        """Returns the components that have the setting."""
+        components = [
+            component
+            for component in owner.components()
+            if isinstance(getattr(type(component), self._name, None), Setting)
+        ]
+        if not components:
+            raise AttributeError(
+                f"no component of this {type(owner).__name__} has {self._name!r}: pass {self._argument}."
+            )
+        return components
 
 
 class Strict:

@@ -80,13 +80,27 @@ MESSAGES = {
         lambda: library.UniformReplayStorage(Dict({"x": BOX, "y": Dict({})}), Discrete(2)),
         r"space of 'y' must be .* got Dict\(\)",
     ),
+    "alpha without priorities": (
+        lambda: setattr(make(), "alpha", 0.5),
+        r"pass alpha > 0 to a preset, or sampler=PERSampler\(",
+    ),
+    "num_goals without HER": (
+        lambda: setattr(make(), "num_goals", 4),
+        "pass reward_fn to HERReplayStorage",
+    ),
+    "eta of a base without ERE": (
+        lambda: setattr(library.HERSampler(), "eta", 0.5),
+        r"pass base=ERESampler\(",
+    ),
     "empty observation": (lambda: record(x=NUMBERS, y={}), "'y' must be numbers"),
 }
 
+ERRORS = ValueError, TypeError, AttributeError, FileNotFoundError
+
 
 @pytest.mark.parametrize(("call", "message"), MESSAGES.values(), ids=MESSAGES)
-def test_mistakes_of_the_first_hour_raise_with_the_way_out(call, message):
-    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=f"(?i){message}"):
+def test_mistakes_raise_and_say_what_to_pass(call, message):
+    with pytest.raises(ERRORS, match=f"(?i){message}"):
         call()
 
 

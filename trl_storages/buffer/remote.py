@@ -19,9 +19,8 @@ from torchrl.data import RayReplayBuffer
 from trl_storages import validation
 from trl_storages.buffer.packed_batch import packed
 from trl_storages.buffer.replay_storage import ReplayStorage
-from trl_storages.buffer.state import Parameter
 from trl_storages.torchrl_compat import RayClient
-from trl_storages.validation import Strict
+from trl_storages.validation import ComponentSetting, Strict
 
 __all__ = ["ReplayBatches", "StorageClient", "StorageHandle", "in_actor", "make_loader"]
 
@@ -97,7 +96,7 @@ def make_loader(
     )
 
 
-_PARAMETERS = {name for name, it in vars(ReplayStorage).items() if isinstance(it, Parameter)}
+_SETTINGS = {name for name, it in vars(ReplayStorage).items() if isinstance(it, ComponentSetting)}
 
 
 class StorageClient(Strict, RayClient):  # type: ignore[misc]
@@ -110,12 +109,12 @@ class StorageClient(Strict, RayClient):  # type: ignore[misc]
     has_gpu = False
 
     def __getattr__(self, name: str) -> Any:
-        if name in _PARAMETERS:
+        if name in _SETTINGS:
             return self.get_parameter(name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARAMETERS:
+        if name in _SETTINGS:
             self.set_parameter(name, value)
         else:
             super().__setattr__(name, value)
@@ -164,7 +163,7 @@ class StorageHandle(Strict, RayReplayBuffer):  # type: ignore[misc]
         return getattr(self.client(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        holder = self.client() if name in _PARAMETERS else super()
+        holder = self.client() if name in _SETTINGS else super()
         holder.__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:

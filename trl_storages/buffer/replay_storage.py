@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from multiprocessing.context import get_spawning_popen
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +29,6 @@ from trl_storages.buffer.prefetch import Prefetcher
 from trl_storages.buffer.reading import read, sample_episodes
 from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
-    Parameter,
     component_states,
     prepare_load,
     prepare_load_components,
@@ -54,7 +55,7 @@ from trl_storages.torchrl_compat import (
     reject_torchrl_components,
 )
 from trl_storages.transforms import NStep, transforms_in
-from trl_storages.validation import Lanes, Strict, lane_numbers, renamed
+from trl_storages.validation import ComponentSetting, Lanes, Strict, lane_numbers, renamed
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
@@ -69,6 +70,13 @@ _OF_STORAGE = (
 )
 # Our keyword, with its value -> keywords of other libraries and of the presets.
 _SYNONYMS = {_OF_STORAGE: "buffer_size capacity max_capacity max_length max_size size storage_size"}
+# Arguments that add a component with a setting.
+_PASS_N_STEP = "transform=NStep(...) to ReplayStorage"
+_PASS_PER = "alpha > 0 to a preset, or sampler=PERSampler(...) to ReplayStorage"
+_PASS_ERE = "eta < 1 to a preset, or sampler=ERESampler(...) to ReplayStorage"
+_PASS_HER = "reward_fn to HERReplayStorage, or sampler=HERSampler(...) to ReplayStorage"
+# No batch is sampled while a setting changes.
+_setting = partial(ComponentSetting, lock_of=attrgetter("_replay_lock"))
 # Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
@@ -123,19 +131,16 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     _accepts_transport_backend, _is_epoch_over = False, False
     _process_lock: ProcessLock | None = None
     _rng: torch.Generator | None = None
-    n_step = Parameter("n of the n-step returns (`NStep`).")
-    discount = Parameter(
-        "γ of the n-step returns (`NStep`) and of geometric goals (`HERSampler`). Setting it sets both; "
-        "reading it returns that of `NStep`."
-    )
-    alpha = Parameter("Priority exponent (`PERSampler`).")
-    beta = Parameter("Exponent of the importance weights (`PERSampler`).")
-    normalize = Parameter("How importance weights are normalised (`PERSampler`).")
-    eps = Parameter("Is added to each priority (`PERSampler`).")
-    eta = Parameter("Recency strength (`ERESampler`).")
-    c_min = Parameter("The smallest recency window, in transitions (`ERESampler`).")
-    num_goals = Parameter("Relabelled transitions per transition left as stored (`HERSampler`).")
-    strategy = Parameter("The strategy, or mixture of strategies, of goals (`HERSampler`).")
+    n_step = _setting("n of the n-step returns (`NStep`).", _PASS_N_STEP)
+    discount = _setting("γ of n-step returns, which is read, and of geometric goals.", _PASS_N_STEP)
+    alpha = _setting("Priority exponent (`PERSampler`).", _PASS_PER)
+    beta = _setting("Exponent of the importance weights (`PERSampler`).", _PASS_PER)
+    normalize = _setting("How importance weights are normalised (`PERSampler`).", _PASS_PER)
+    eps = _setting("Is added to each priority (`PERSampler`).", _PASS_PER)
+    eta = _setting("Recency strength (`ERESampler`).", _PASS_ERE)
+    c_min = _setting("Smallest recency window, in transitions (`ERESampler`).", _PASS_ERE)
+    num_goals = _setting("Relabelled transitions per transition left as stored.", _PASS_HER)
+    strategy = _setting("The strategy, or mixture of strategies, of goals.", _PASS_HER)
 
     @renamed(_SYNONYMS)
     def __init__(

@@ -23,7 +23,7 @@ from trl_storages.serialization import (
 )
 from trl_storages.validation import Setting
 
-__all__ = ["Parameter", "component_states", "prepare_load", "prepare_load_components", "resume"]
+__all__ = ["component_states", "prepare_load", "prepare_load_components", "resume"]
 
 _REST = ("parts", "writer", "recorder", "generator", "cursors")
 
@@ -108,9 +108,13 @@ def _component_state(part: Any) -> State:
 
 
 def _parameters(part: Any) -> dict[str, Setting]:
-    """Returns the parameters that a part has."""
-    found = {name: getattr(type(part), name, None) for name in part.__dict__}
-    return {name: each for name, each in found.items() if type(each) is Setting}
+    """Returns the settings of a component that its state contains."""
+    attributes = {name: getattr(type(part), name, None) for name in part.__dict__}
+    return {
+        name: setting
+        for name, setting in attributes.items()
+        if isinstance(setting, Setting) and setting.is_saved
+    }
 
 
 def _prepare_load_component(part: Any, state: Any, reopened: bool) -> Adopt:
@@ -155,36 +159,3 @@ def _prepare_load_generator(storage: Any, state: Any) -> Adopt:
     if storage._rng is None:
         return partial(storage.set_rng, generator)
     return partial(storage._rng.set_state, state)
-
-
-class Parameter:
-    """An attribute of a storage that its samplers and transforms have; setting it sets all of them.
-
-    It counts from the next batch on that is drawn.
-    """
-
-    def __init__(self, doc: str) -> None:
-        self.__doc__ = doc
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, storage: Any, owner: type) -> Any:
-        if storage is None:
-            return self
-        # That of returns is read where goals have one too.
-        return getattr(self._holders(storage)[-1], self._name)
-
-    def __set__(self, storage: Any, value: Any) -> None:
-        with storage._replay_lock:
-            for part in self._holders(storage):
-                setattr(part, self._name, value)
-
-    def _holders(self, storage: Any) -> list[Any]:
-        found = [part for part in storage.components() if self._name in _parameters(part)]
-        if not found:
-            raise AttributeError(
-                f"no component of this replay buffer has {self._name!r}: pass alpha > 0, eta < 1 or "
-                "reward_fn to a preset, or a sampler or transform that has it to ReplayStorage."
-            )
-        return found

@@ -19,7 +19,7 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.serialization import Adopt, State, all_of, required_items
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.torchrl_compat import reject_torchrl_components
-from trl_storages.validation import Strict
+from trl_storages.validation import ComponentSetting, Strict
 
 __all__ = [
     "Drawn",
@@ -293,19 +293,6 @@ def resolve_sampler(sampler: Any) -> Any:
     return validation.instance("sampler", sampler, Sampler, what="a sampler")
 
 
-class _OfBase:
-    """A parameter of the samplers below: TorchRL's schedulers ask the outermost one."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, sampler: Any, owner: type) -> Any:
-        return self if sampler is None else getattr(sampler.base, self._name)
-
-    def __set__(self, sampler: Any, value: Any) -> None:
-        setattr(sampler.base, self._name, value)
-
-
 class WrappingSampler(ReplaySampler):
     """A sampler that changes what its `base` draws.
 
@@ -319,7 +306,13 @@ class WrappingSampler(ReplaySampler):
 
     # How many random numbers it takes for each row beside those of its base.
     _own_draws = 0
-    alpha, beta, eps, eta = _OfBase(), _OfBase(), _OfBase(), _OfBase()
+    # TorchRL's schedulers set these on the outermost sampler.
+    alpha = ComponentSetting("Priority exponent of the base.", "base=PERSampler(...)")
+    beta = ComponentSetting(
+        "Exponent of the importance weights of the base.", "base=PERSampler(...)"
+    )
+    eps = ComponentSetting("Constant added to each priority of the base.", "base=PERSampler(...)")
+    eta: Any = ComponentSetting("Recency strength of the base.", "base=ERESampler(...)")
 
     def __init__(self, base: Sampler | None) -> None:
         super().__init__()
@@ -346,6 +339,10 @@ class WrappingSampler(ReplaySampler):
     def layers(self) -> list[ReplaySampler]:
         """The samplers that this one is made of, itself first."""
         return [self, *self._base.layers]
+
+    def components(self) -> list[ReplaySampler]:
+        """Returns the samplers that draw for this one, outermost first."""
+        return self._base.layers
 
     @property
     def ran_out(self) -> bool:  # type: ignore[override]

@@ -22,7 +22,7 @@ from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import validation
 from trl_storages.index import EpisodeIndex
-from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler, layers_of
+from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.serialization import Adopt, State, required_items
 from trl_storages.storage import StorageView
@@ -240,10 +240,7 @@ class ReturnImprovementEta(ParameterScheduler):  # type: ignore[misc]
         self, obj: ReplayBuffer | Sampler, *, num_returns: int = 20, decay: float = 0.9999
     ) -> None:
         self.num_returns, self.decay = num_returns, decay
-        # Samplers that wrap an ERESampler, such as HERSampler, hold it as their base.
-        sampler = obj.sampler if isinstance(obj, ReplayBuffer) else obj
-        sampler = next((it for it in layers_of(sampler) if hasattr(it, "eta")), sampler)
-        super().__init__(sampler, "eta", max_value=1.0)
+        super().__init__(obj, "eta", max_value=1.0)
         self.initial_val = float(self.initial_val)
         self._min_val = self.initial_val
         # As plain numbers, which `state_dict` returns.

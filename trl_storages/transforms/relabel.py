@@ -18,12 +18,13 @@ from trl_storages.functional import relabelled_dtype
 from trl_storages.storage import BatchRows, PackedStorage, Rows
 from trl_storages.transforms.audit import RelabelAudit
 from trl_storages.transforms.base import ReplayTransform
-from trl_storages.validation import Unsaved, warn_caller
+from trl_storages.validation import Setting, warn_caller
 
 __all__ = ["GoalFunction", "GoalRelabel", "goal_values"]
 
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 
+_optional_function = partial(validation.optional, validation.function)
 _WHAT = "(achieved_goal, desired_goal, transition)"
 # How many of the newest transitions are audited without being asked for.
 _NUM_AUDITED = 1000
@@ -81,8 +82,8 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
-    reward_fn: Any = Unsaved(partial(validation.optional, validation.function), _WHAT)
-    terminated_fn: Any = Unsaved(partial(validation.optional, validation.function), _WHAT)
+    reward_fn: Any = Setting(_optional_function, _WHAT, saved=False)
+    terminated_fn: Any = Setting(_optional_function, _WHAT, saved=False)
 
     def __init__(
         self,
