@@ -21,7 +21,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import keys, validation
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
-from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
+from trl_storages.samplers.base import Drawn, ReplaySampler
+from trl_storages.samplers.wrapping import WrappingSampler
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.validation import Setting
 
