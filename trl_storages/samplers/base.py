@@ -1,6 +1,6 @@
-"""What samplers of this library have in common; uniform draws, and samplers that change what others draw.
+"""The base class of the samplers of this library.
 
-Letters: B batch, D random numbers that a row takes, E lanes, N rows of an epoch.
+Letters: B batch, D random numbers per transition.
 """
 
 from __future__ import annotations
@@ -16,33 +16,29 @@ from trl_storages.serialization import Adopt, State, all_of, required_items
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.validation import Strict
 
-__all__ = [
-    "Drawn",
-    "ReplaySampler",
-    "layers_of",
-]
+__all__ = ["Drawn", "ReplaySampler", "layers_of"]
 
-#: `[B]` int64 slots, and the entries of the batch that go with them, as arrays.
+#: `[B]` int64 slots, and the sampler's entries of the batch, as arrays `[B, ...]`.
 Drawn = tuple[np.ndarray, dict[Any, np.ndarray]]
 
 
 class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
-    """Draws rows of a `PackedStorage`; the base class of the samplers here.
+    """Samples transitions of a `PackedStorage`; the base class of the samplers here.
 
-    A sampler is never told of writes: it asks the episode index what there is when it draws. So it works
-    in TorchRL's buffers too, over a `PackedStorage` that an `EpisodeWriter` writes. Subclasses implement
-    `draw`; the random numbers of a batch are drawn at once, so that one seed means the same rows wherever
-    they are.
+    A sampler reads the episode index whenever it samples, and has no callbacks for writes. It therefore
+    also works in TorchRL's buffers over a `PackedStorage` and an `EpisodeWriter`. Subclasses implement
+    `draw`. All random numbers of a batch come from one call of the generator, so that a seed samples the
+    same transitions in memory, on disk and on a GPU.
     """
 
-    #: D, how many random numbers it takes for each row.
+    #: D, the number of random numbers per transition.
     num_draws = 1
-    #: Whether the last draw ended an epoch, and with it an iteration over the buffer.
+    #: Whether the last batch ended an epoch, and therefore an iteration over the buffer.
     ran_out = False
 
     @property
     def layers(self) -> list[ReplaySampler]:
-        """The samplers that this one is made of, itself first."""
+        """This sampler, followed by the samplers that it wraps, outermost first."""
         return [self]
 
     def sample(
@@ -64,7 +60,7 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         """Samples a batch.
 
         Args:
-            view: the storage as of now.
+            view: the storage as of one moment.
             batch_size: B.
 
         Returns:
@@ -84,26 +80,26 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         """Chooses the transitions of a batch by random numbers.
 
         Args:
-            view: the storage as of now, which is not empty.
+            view: the storage as of one moment, which is not empty.
             noise: `[D, B]` int64 random numbers, uniform from 0 to 2^63 - 1.
-            window: how many of the newest steps of each lane to draw from; None is all.
+            window: number of the newest steps of each lane to draw from; None draws from all steps.
 
         Returns:
-            As `sample_view`, but arrays.
+            `[B]` int64 slots, and the sampler's entries of the batch, as arrays `[B, ...]`.
         """
         raise NotImplementedError
 
-    # What TorchRL's buffers call
+    # Called by TorchRL's buffers
 
     def state(self) -> State:
-        """Returns what the next draws depend on, but for parameters and the generator."""
+        """Returns the state on which the next batches depend, except parameters and the generator."""
         return {}
 
     def prepare_load(self, state: Any) -> Adopt:
-        """Returns a function that adopts a state.
+        """Checks a state, and returns a function that adopts the state.
 
         Raises:
-            ValueError: the state is not that of such a sampler.
+            ValueError: `state` does not come from a sampler of this class.
         """
         required_items(type(self).__name__, state, ())
         return all_of()
@@ -113,11 +109,11 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         return self.state()
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Adopts what `state_dict` returned, once all of it is checked."""
+        """Adopts a state that `state_dict` returned, after all checks of `prepare_load`."""
         self.prepare_load(state_dict)()
 
     def _empty(self) -> None:
-        """Does nothing: the index says that there are no rows."""
+        """Does nothing, because the index already contains no transitions."""
 
     def dumps(self, path: Any) -> None:
         """Does nothing."""
@@ -127,5 +123,5 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
 
 
 def layers_of(sampler: Sampler) -> list[Sampler]:
-    """Returns the samplers that a sampler is made of, itself first."""
+    """Returns a sampler, followed by the samplers that it wraps, outermost first."""
     return sampler.layers if isinstance(sampler, ReplaySampler) else [sampler]

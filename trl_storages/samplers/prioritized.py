@@ -1,6 +1,6 @@
-"""Prioritized experience replay: draws in proportion to priorities.
+"""Prioritized experience replay (PER): samples in proportion to priorities.
 
-Letters: B batch, N slots, E lanes.
+Letters: B batch, N slots, E lanes, R ranges of slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["REDUCTIONS", "PERSampler", "Priorities", "checked_priorities"]
 
 Normalization = Literal["batch", "storage", "none"]
 
-#: TorchRL's names for how to reduce several priorities of one row.
+#: TorchRL's names of the reductions of several priorities of one transition.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
     "min": torch.amin,
@@ -33,52 +33,55 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "median": lambda priority, dim: priority.median(dim).values,
 }
 
-_MOST = torch.finfo(torch.float32).max
-# Draws after which priorities that were never reported are missed.
-_FORGOTTEN = 1000
+_MAX_PRIORITY = torch.finfo(torch.float32).max
+# Number of batches without a priority update after which a warning is given.
+_NUM_BATCHES_WARNED = 1000
 
 
 class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
-    """Prioritized experience replay: draws rows in proportion to their priorities.
+    """Prioritized experience replay (PER): samples transitions in proportion to their priorities.
 
         P(i) = (p_i + eps)^alpha / Σ_j (p_j + eps)^alpha,   weight_i = (min_j P(j) / P(i))^beta
 
-    where the minimum over j runs over the batch, or as `normalize` says. The batch has the weights as
-    `priority_weight`, `[B]` float32.
+    where the minimum over j is over the batch, or as `normalize` specifies. The batch contains the
+    importance weights as `priority_weight`, `[B]` float32.
 
-    Takes the place of TorchRL's `PrioritizedSampler`, also in TorchRL's buffers over a `PackedStorage`
-    with an `EpisodeWriter`. It needs no native extension; keeps raw priorities, so that `alpha` may
-    change at any time, also from 0; and rejects invalid priorities. The tree is on the host wherever the
-    rows are.
+    Replaces TorchRL's `PrioritizedSampler`, also in TorchRL's buffers over a `PackedStorage` with an
+    `EpisodeWriter`. `PERSampler` needs no native extension; stores raw priorities, so that `alpha` may
+    change at any time, also from 0; and rejects invalid priorities. The priority tree is on the host for
+    transitions on any device.
 
     **Weights.** `normalize="batch"` divides by the largest weight of the batch, as dopamine, Acme and
-    tianshou do; "storage" by the largest over all rows (within an `ERESampler`, over the window), as
-    TorchRL does; "none" does not divide: (N P(i))^-beta, with mean 1 for beta = 1. They differ by a
-    factor common to the batch, and so in the effective step size. With "storage" a single row with a
-    small error makes all other weights small.
+    tianshou do; "storage" by the largest weight of all transitions (within an `ERESampler`, of the
+    recency window), as TorchRL does; "none" does not divide: (N P(i))^-beta, with mean 1 for beta = 1.
+    The weights differ by a factor common to the batch, and therefore in the effective step size. With
+    "storage" a single transition with a small error makes all other weights small.
 
-    **New rows.** A row that is written, or overwritten, gets the largest priority reported so far, or 1
-    before any was reported.
+    **New transitions.** A transition that is written, also over an older one, gets the largest priority
+    so far, or 1 before the first update.
 
-    **Late priorities.** The batch's `priority_stamp` says which step a row was, so that a priority which
-    comes after the row was overwritten is skipped; without it, it goes to the row that is now there.
+    **Overwritten transitions.** The batch's `priority_stamp` is the step of each transition. A priority
+    for a transition that has been overwritten is therefore skipped; without `priority_stamp` the
+    transition that is now in the slot gets the priority.
 
-    **Forgotten priorities.** A warning says once that the first 1,000 batches were drawn without any
-    priority being reported.
+    **Missing updates.** A warning is given once if the first 1,000 batches are sampled without an update
+    of priorities.
 
     Args:
         max_capacity: N, at least the size of the storage.
-        alpha: priority exponent, in [0, 4]; 0 draws uniformly.
+        alpha: priority exponent, in [0, 4]; 0 samples uniformly.
         beta: exponent of the importance weights, in [0, 1]. Anneal it to 1.
-        eps: in (0, 1]; keeps rows with priority 0 drawable.
-        normalize: whose largest weight is 1: "batch", "storage" or "none".
-        reduction: how several priorities of one row are reduced: "max", "min", "mean" or "median".
-        refresh_ms: a reader of a directory takes in the priorities that the writer has set at most once
-            in so many milliseconds; 0 does so before each batch. Each time it compares those of all rows.
+        eps: in (0, 1]; is added to each priority, so that transitions with priority 0 are sampled.
+        normalize: how weights are normalised: "batch", "storage" or "none".
+        reduction: how several priorities of one transition are reduced: "max", "min", "mean" or
+            "median".
+        refresh_ms: shortest time in milliseconds between two updates of a reader from the priorities
+            that the writer of the directory set; 0 updates before each batch. An update compares the
+            priorities of all transitions.
 
-    `alpha`, `beta`, `eps` and `normalize` are attributes that may be set at any time, the first three by
-    TorchRL's schedulers. After a change of `alpha` or `eps`, and with `normalize="storage"` at first, a
-    draw costs a pass over all rows.
+    All arguments except `max_capacity` are attributes that may be set at any time, `alpha`, `beta` and
+    `eps` also by TorchRL's schedulers. The first batch after a change of `alpha` or `eps`, and the first batch
+    with `normalize="storage"`, cost a pass over all transitions.
 
     Raises:
         ValueError: an argument is out of range.
@@ -100,8 +103,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
     eps: Any = Setting(validation.number, at_least=1e-12, at_most=1)
     normalize: Any = Setting(validation.choice, get_args(Normalization))
     reduction: Any = Setting(validation.choice, REDUCTIONS)
-    #: As given; may be set at any time. It is no part of a state.
-    refresh_ms = 0.0
+    refresh_ms: Any = Setting(validation.number, at_least=0, at_most=math.inf, saved=False)
 
     def __init__(
         self,
@@ -114,35 +116,37 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         reduction: str = "max",
         refresh_ms: float = 0,
     ) -> None:
-        # TorchRL's constructor is not called: it builds native trees, and fails where they do not load.
+        # TorchRL's constructor is not called, because it builds native trees and fails where their
+        # extension does not load.
         self._max_capacity = validation.integer("max_capacity", max_capacity, at_least=1)
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.normalize, self.reduction = normalize, reduction
-        self.refresh_ms = validation.number("refresh_ms", refresh_ms, at_least=0, at_most=math.inf)
+        self.refresh_ms = refresh_ms
         self._priorities: Priorities | None = None
-        # The largest priority so far, for the priorities to be made; None is not known.
+        # The largest priority so far, for the next `Priorities`; None takes it from the transitions.
         self._largest: float | None = None
 
     def priorities_of(self, view: StorageView) -> Priorities:
-        """Returns the priorities of all transitions, up to date with a view.
+        """Returns the priorities of all transitions of a view, up to date.
 
         Raises:
             ValueError: the storage has more slots than `max_capacity`.
         """
-        known, index = self._priorities, view.episodes
-        made_for = self.alpha, self.eps, view.is_exclusive
-        if known is None or known.index is not index:
+        priorities, index = self._priorities, view.episodes
+        options = self.alpha, self.eps, view.is_exclusive
+        if priorities is None or priorities.index is not index:
             if index.capacity > self._max_capacity:
                 raise ValueError(
                     f"max_capacity must be at least that of the storage, {index.capacity}, got "
                     f"{self._max_capacity}."
                 )
-            self._priorities = known = Priorities(view, self.alpha, self.eps, self._largest)
-            self._largest = None
-        elif (known.alpha, known.eps, known.can_set) != made_for:
-            self._priorities = known = Priorities(view, self.alpha, self.eps, known.largest)
-        known.catch_up(0 if view.is_exclusive else self.refresh_ms)
-        return known
+            priorities = Priorities(view, self.alpha, self.eps, self._largest)
+            self._priorities, self._largest = priorities, None
+        elif (priorities.alpha, priorities.eps, priorities.can_set) != options:
+            priorities = Priorities(view, self.alpha, self.eps, priorities.largest)
+            self._priorities = priorities
+        priorities.update_from_index(0 if view.is_exclusive else self.refresh_ms)
+        return priorities
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws `[B]` slots in proportion to their priorities.
@@ -151,48 +155,48 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
             `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
         """
         priorities = self.priorities_of(view)
-        # Who only reads a directory has no say.
-        is_missed = priorities.num_batches == _FORGOTTEN and not priorities.largest
+        # A reader of a directory cannot update priorities and gets no warning.
+        is_missing = priorities.num_batches == _NUM_BATCHES_WARNED and not priorities.largest
         priorities.num_batches += 1
-        if is_missed and view.is_exclusive:
+        if is_missing and view.is_exclusive:
             warn_caller(
-                f"{_FORGOTTEN:,} batches were drawn by priority, and no priority was ever reported: all "
-                "rows are still drawn alike. Call update_tensordict_priority(batch) after each loss, "
-                "which needs its td_error; or draw uniformly, with alpha=0."
+                f"{_NUM_BATCHES_WARNED:,} batches were sampled by priority, but priorities were never "
+                "updated, so sampling is still uniform. Call update_tensordict_priority(batch) after "
+                "each loss, with the td_error in the batch; or pass alpha=0 to sample uniformly."
             )
         slots, weights, total, ranges = priorities.draw(noise[0], window)
         if self.normalize == "none":
-            within = view.episodes.steps_per_lane if window is None else window
-            top = total / view.episodes.fill.clip(max=within).sum()
+            max_steps = view.episodes.steps_per_lane if window is None else window
+            scale = total / view.episodes.fill.clip(max=max_steps).sum()
         else:
-            top = weights.min() if self.normalize == "batch" else priorities.least(ranges)
-        weight = ((top / weights) ** self.beta).astype(np.float32)
+            scale = weights.min() if self.normalize == "batch" else priorities.least(ranges)
+        weight = ((scale / weights) ** self.beta).astype(np.float32)
         stamp = view.episodes.steps_of(slots)
         return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
 
     @property
     def priorities(self) -> torch.Tensor:
-        """`[N]` float32 raw priorities by slot, inf where there is no row; a copy.
-
-        Of the storage that was last drawn from.
-        """
+        """A copy `[N]` float32 of the raw priorities by slot at the last sample; inf in empty slots."""
         if self._priorities is None:
             return torch.full((self._max_capacity,), math.inf, device="cpu")
         return torch.from_numpy(self._priorities.by_slot())
 
     def _empty(self) -> None:
-        """Forgets all priorities: rows that are there count as new."""
+        """Discards all priorities, so that all transitions count as new."""
         self._priorities, self._largest = None, 0.0
 
     def state(self) -> State:
-        """Returns the largest priority so far, None where rows tell it; priorities are with the rows."""
-        known = self._priorities
-        return {"largest": self._largest if known is None else known.largest}
+        """Returns the largest priority so far; None if it follows from the stored transitions.
+
+        The state of the storage contains the priorities of the transitions.
+        """
+        priorities = self._priorities
+        return {"largest": self._largest if priorities is None else priorities.largest}
 
     def prepare_load(self, state: Any) -> Adopt:
-        """Returns a function that adopts a state."""
+        """Checks a state, and returns a function that adopts the state."""
         (largest,) = required_items("PERSampler", state, ("largest",))
-        largest = validation.optional(validation.number, "largest", largest, at_most=_MOST)
+        largest = validation.optional(validation.number, "largest", largest, at_most=_MAX_PRIORITY)
 
         def adopt() -> None:
             self._priorities, self._largest = None, largest
@@ -200,55 +204,55 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         return adopt
 
     def __getstate__(self) -> State:
-        # A copy takes the rows that it draws from.
-        known = {"_largest": self.state()["largest"]}
-        return {**self.__dict__, "_rng": None, "_priorities": None, **known}
+        # A copy reads the priorities of the storage from which it samples.
+        largest = self.state()["largest"]
+        return {**self.__dict__, "_rng": None, "_priorities": None, "_largest": largest}
 
     def set_priorities(
         self, storage: PackedStorage, slots: Any, priority: Any, steps: Any = None
     ) -> None:
-        """Sets priorities of rows, of equal ones the last counts.
+        """Sets priorities of transitions; if a slot occurs several times, the last priority counts.
 
         Args:
-            storage: holds the rows.
+            storage: holds the transitions.
             slots: `[B]` int64; -1 is skipped.
-            priority: `[B]` numbers, or one for all.
-            steps: `[B]` which steps of their lanes they were; rows that others have replaced since are
-                skipped. None takes the rows that are there.
+            priority: `[B]` numbers, or one number for all slots.
+            steps: `[B]` the step of each transition in its lane; transitions that have been overwritten
+                are skipped. None sets the priorities of the transitions now in the slots.
 
         Raises:
             ValueError: a priority is negative or not finite, or their number differs from that of the
-                slots. Nothing is changed then.
-            TypeError, IndexError: the slots are not numbers of slots.
+                slots. Nothing is changed.
+            TypeError, IndexError: `slots` are not integers, or too large. Nothing is changed.
         """
         storage.backend.check_writer()
-        at = validation.slots(slots).numpy().reshape(-1)
-        values = checked_priorities(priority, len(at))
-        known = self.priorities_of(storage.view())
+        indices = validation.slots(slots).numpy().reshape(-1)
+        values = checked_priorities(priority, len(indices))
+        priorities = self.priorities_of(storage.view())
         if steps is None:
-            taken = storage.episodes.steps_of(at.clip(0, storage.max_size - 1))
+            expected_steps = storage.episodes.steps_of(indices.clip(0, storage.max_size - 1))
         else:
-            taken = steps.cpu().numpy().reshape(-1)
-        known.update(at, taken, values)
+            expected_steps = steps.cpu().numpy().reshape(-1)
+        priorities.update(indices, expected_steps, values)
 
-    # What TorchRL's buffers call
+    # Called by TorchRL's buffers
 
     @property
     def max_size(self) -> int:
-        """N."""
+        """N, the largest number of slots of a storage."""
         return self._max_capacity
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """Sets the priorities of rows that `storage` holds; see `set_priorities`."""
+        """Sets the priorities of transitions of `storage`; see `set_priorities`."""
         self.set_priorities(storage, index, priority)
 
     def add(self, index: Any) -> None:
-        """Does nothing: new rows are found when rows are drawn."""
+        """Does nothing, because each batch reads new transitions from the episode index."""
 
     extend = add
 
     def mark_update(self, index: Any, *, storage: Any = None) -> None:
-        """Does nothing: rows are never overwritten in place."""
+        """Does nothing, because transitions are never changed in place."""
 
     def __repr__(self) -> str:
         return (
@@ -258,163 +262,175 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
 
 
 class Priorities:
-    """Raw priorities `[N]` of a storage's rows, and their weights (p + eps)^alpha in a tree.
+    """Raw priorities `[N]` of a storage's transitions, and their weights (p + eps)^alpha in a tree.
 
-    It catches up with the index when it is used: rows that are new get the largest raw priority so far
-    unless they have one, those that are gone no weight. The raw ones are a table of the index, where a
-    slot that is written holds 0; whatever can't be a priority counts as 0, as it may come from a file.
+    The raw priorities are a table of the index, in which a slot that is written gets 0. Invalid raw
+    priorities, which a damaged file may contain, count as 0. `update_from_index` follows the index:
+    evicted transitions get weight 0, and new transitions without a priority get the largest so far.
 
     Args:
-        view: of the storage.
-        alpha, eps: of the weights.
-        largest: the largest raw priority that was ever reported, 0 if none was; what new rows got does
-            not count. None takes it from the rows, as does who follows another process.
+        view: view of the storage.
+        alpha: exponent of the weights.
+        eps: is added to each priority.
+        largest: the largest priority ever set by an update, 0 if there was no update. None takes the
+            largest one of the stored transitions, as does a reader of another process's directory.
     """
 
     def __init__(self, view: StorageView, alpha: float, eps: float, largest: float | None) -> None:
         index = self.index = view.episodes
         self.alpha, self.eps = alpha, eps
         self.raw = index.priorities
-        #: Whether this process may set them.
+        #: Whether this process may set priorities.
         self.can_set = view.is_exclusive
-        # What was seen of them, and the number of updates until then.
-        self._known, self._num_updates = self.raw.copy(), int(index.num_updates[0])
-        self._refreshed = time.monotonic()
+        # The raw priorities that the tree contains, the number of updates until then, and its time.
+        self._last_raw, self._num_updates = self.raw.copy(), int(index.num_updates[0])
+        self._refresh_time = time.monotonic()
         self.starts = priority_tree.level_starts(index.capacity)
         self._every_leaf = priority_tree.every_leaf(self.starts)
         self.sums = np.zeros(self.starts[-1])
-        self._least: np.ndarray | None = None
-        # What was taken in of the index, a `Snapshot`.
-        self._seen: Any = None
+        # The tree of least weights; None until `least` needs it.
+        self._minima: np.ndarray | None = None
+        # A `Snapshot` of the transitions that the tree contains; None before `update_from_index`.
+        self._snapshot: Any = None
         if largest is None or not self.can_set:
             largest = self._largest_of(index.live_slots().numpy())
-        #: The largest raw priority so far, 0 before one is set.
+        #: The largest raw priority so far, 0 before the first update.
         self.largest = largest
-        #: How many batches were drawn.
+        #: The number of batches sampled.
         self.num_batches = 0
 
     @property
     def of_new(self) -> float:
-        """The raw priority of new rows: the largest so far, 1 before one is set."""
+        """The raw priority of new transitions: the largest so far, 1 before the first update."""
         return self.largest or 1.0
 
-    def catch_up(self, refresh_ms: float = 0) -> None:
-        """Takes in which rows are new and which are gone, and what other processes have set.
+    def update_from_index(self, refresh_ms: float = 0) -> None:
+        """Adds new transitions and the priorities that other processes set; removes evicted transitions.
 
-        The latter only if the last time was so many milliseconds ago.
+        Args:
+            refresh_ms: shortest time in milliseconds between two comparisons of all priorities.
         """
-        # What was seen is stored last: an interrupt leaves what must be taken in again.
+        # Snapshot and number of updates are stored last, so that an interrupted update is repeated.
         missed, now = int(self.index.num_updates[0]) - self._num_updates, time.monotonic()
-        if missed and now >= self._refreshed + refresh_ms / 1e3:
-            changed = np.flatnonzero(self.raw != self._known)
+        if missed and now >= self._refresh_time + refresh_ms / 1e3:
+            changed = np.flatnonzero(self.raw != self._last_raw)
             self.largest = max(self.largest, self._largest_of(changed))
-            self._take_in(changed[self.sums[self.starts[-2] + changed] > 0])
-            self._num_updates, self._refreshed = self._num_updates + missed, now
-        changes, seen = self.index.since(self._seen)
+            self._set_weights(changed[self.sums[self.starts[-2] + changed] > 0])
+            self._num_updates, self._refresh_time = self._num_updates + missed, now
+        changes, snapshot = self.index.since(self._snapshot)
         if changes is not None:
-            nothing = np.zeros(len(changes.gone))
-            priority_tree.set_leaves(self.sums, self.starts, False, changes.gone, nothing)
-            self._set_least(changes.gone)
-            self._take_in(changes.new)
-        self._seen = seen
+            zeros = np.zeros(len(changes.gone))
+            priority_tree.set_leaves(self.sums, self.starts, False, changes.gone, zeros)
+            self._set_minima(changes.gone)
+            self._set_weights(changes.new)
+        self._snapshot = snapshot
 
     def _largest_of(self, slots: np.ndarray) -> float:
-        """Returns the largest raw priority of some rows, 0 if none was set."""
+        """Returns the largest raw priority of some slots, 0 if none is set."""
         raw = self.raw[slots]
         return float(raw.max(initial=0, where=raw < np.inf))
 
-    def _take_in(self, slots: np.ndarray) -> None:
-        """Sets the weights of live rows; who may set priorities keeps the raw one of new ones."""
+    def _set_weights(self, slots: np.ndarray) -> None:
+        """Sets the weights of valid transitions, and the raw priorities of new ones if `can_set`."""
         if not len(slots):
             return
-        of_weights = self.of_new, self.alpha, self.eps
-        table = self.sums, self.starts
-        priority_tree.weigh(self.raw, self._known, *table, slots, *of_weights, self.can_set)
-        self._set_least(slots)
+        options = self.of_new, self.alpha, self.eps, self.can_set
+        priority_tree.weigh(self.raw, self._last_raw, self.sums, self.starts, slots, *options)
+        self._set_minima(slots)
         if self.can_set:
             self.index.num_updates[0] += 1
             self._num_updates += 1
 
-    def _set_least(self, slots: np.ndarray) -> None:
-        """Sets the weights of some rows in the tree of least ones, if there is one."""
-        if self._least is not None:
+    def _set_minima(self, slots: np.ndarray) -> None:
+        """Copies the weights of some slots to the tree of least weights, if there is one."""
+        if self._minima is not None:
             weights = self.sums[self.starts[-2] + slots]
-            priority_tree.set_leaves(self._least, self.starts, True, slots, weights)
+            priority_tree.set_leaves(self._minima, self.starts, True, slots, weights)
 
     def update(self, slots: np.ndarray, steps: np.ndarray, priority: np.ndarray) -> None:
-        """Sets priorities `[B]` float32 of rows that were drawn as `steps` of their lanes.
+        """Sets priorities of transitions; `update_from_index` must have been called.
 
-        Slots of -1, and rows that others have replaced since, are skipped; of equal slots the last one
-        counts. It must have caught up.
+        Args:
+            slots: `[B]` int64; -1 is skipped. If a slot occurs several times, the last priority counts.
+            steps: `[B]` the step of each transition in its lane; overwritten transitions are skipped.
+            priority: `[B]` float32.
 
         Raises:
-            IndexError: there is no such slot. Nothing is changed then.
+            IndexError: a slot is too large. Nothing is changed.
         """
-        kept = np.empty(len(slots), np.int64)
-        # Until the weights follow, the count differs from what was seen.
+        updated_slots = np.empty(len(slots), np.int64)
+        # The index counts the update before the tree does, so that an interrupted update is repeated.
         self.index.num_updates[0] += 1
-        count, largest = priority_tree.report(self.index.tables, slots, steps, priority, kept)
-        if count < 0:
+        num_updated, largest = priority_tree.report(
+            self.index.tables, slots, steps, priority, updated_slots
+        )
+        if num_updated < 0:
             self.index.num_updates[0] -= 1
-            most = self.index.capacity
-            raise IndexError(f"slots must be below {most}, got {slots.min()} to {slots.max()}.")
+            capacity = self.index.capacity
+            raise IndexError(f"slots must be below {capacity}, got {slots.min()} to {slots.max()}.")
         self.largest = max(self.largest, float(largest))
-        self._take_in(kept[:count])
+        self._set_weights(updated_slots[:num_updated])
         self._num_updates += 1
 
     def by_slot(self) -> np.ndarray:
-        """Returns the raw priority of each slot, `[N]` float32, inf where there is no row."""
-        self.catch_up()
-        found, live = np.full_like(self.raw, np.inf), self.index.live_slots().numpy()
-        raw = self.raw[live]
-        found[live] = np.where((raw > 0) & (raw < np.inf), raw, self.of_new)
-        return found
+        """Returns the raw priority of each slot, `[N]` float32, inf in empty slots."""
+        self.update_from_index()
+        priorities, slots = np.full_like(self.raw, np.inf), self.index.live_slots().numpy()
+        raw = self.raw[slots]
+        priorities[slots] = np.where((raw > 0) & (raw < np.inf), raw, self.of_new)
+        return priorities
 
     def draw(
         self, noise: np.ndarray, window: int | None
     ) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
-        """Draws `[B]` slots in proportion to their weights, of the newest `window` steps of each lane.
+        """Draws slots in proportion to their weights.
+
+        Args:
+            noise: `[B]` int64 random numbers.
+            window: number of the newest steps of each lane to draw from; None draws from all steps.
 
         Returns:
-            the slots; their weights, `[B]` float64; the total of all weights; and the leaves that were
-            drawn from, `[2, R]` firsts and ends.
+            `[B]` slots; `[B]` float64 weights of the slots; the total weight of the ranges; and the
+            ranges `[2, R]` of leaves that were drawn from, firsts and ends.
         """
         ranges = self._every_leaf
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
-            # The newest that the tree knows: another process may be writing.
-            priority_tree.newest_ranges(self._seen.lanes, self.index.steps_per_lane, window, ranges)
+            # The newest steps in the tree, because another process may be writing newer ones.
+            lanes = self._snapshot.lanes
+            priority_tree.newest_ranges(lanes, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = priority_tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges
 
     def least(self, ranges: np.ndarray) -> float:
-        """Returns the least weight within ranges of leaves."""
-        if self._least is None:
-            self._least, every = np.full(len(self.sums), np.inf), np.arange(self.index.capacity)
-            priority_tree.set_leaves(
-                self._least, self.starts, True, every, self.sums[self.starts[-2] :]
-            )
-        return priority_tree.least_within(self._least, self.starts, ranges)
+        """Returns the least weight of ranges `[2, R]` of leaves."""
+        if self._minima is None:
+            minima, slots = np.full(len(self.sums), np.inf), np.arange(self.index.capacity)
+            weights = self.sums[self.starts[-2] :]
+            priority_tree.set_leaves(minima, self.starts, True, slots, weights)
+            self._minima = minima
+        return priority_tree.least_within(self._minima, self.starts, ranges)
 
 
 def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
     """Returns `[num_rows]` float32 priorities on the host.
 
     Raises:
-        ValueError: one is negative or not finite, or there is another number of them.
+        ValueError: a priority is negative or not finite, or their number is neither 1 nor `num_rows`.
     """
-    given = validation.values("priority", priority).detach()
-    values = given.float().cpu().numpy().reshape(-1)
+    priorities = validation.values("priority", priority).detach()
+    values = priorities.float().cpu().numpy().reshape(-1)
     if len(values) not in (1, num_rows):
         raise ValueError(
-            f"there must be one priority a row, for {num_rows} rows, got {len(values)}."
+            f"expected one priority per transition, {num_rows}, got {len(values)}. No priority was "
+            "updated."
         )
     if not priority_tree.are_priorities(values):
         if (least := values[~np.isnan(values)].min(initial=0)) < 0:
-            what = f"must be at least 0, got {least:g}: pass td_error.abs()"
+            problem = f"must be at least 0, got {least:g}: pass td_error.abs()"
         else:
-            wrong = values[~np.isfinite(values)][0]
-            what = f"must be finite, got {wrong}: the loss or the network has diverged"
-        raise ValueError(f"priorities {what}. No priority was updated.")
+            non_finite = values[~np.isfinite(values)][0]
+            problem = f"must be finite, got {non_finite}: the loss or the network has diverged"
+        raise ValueError(f"priorities {problem}. No priority was updated.")
     return values if len(values) == num_rows else values.repeat(num_rows)

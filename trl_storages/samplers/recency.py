@@ -1,8 +1,6 @@
-"""Emphasising recent experience (ERE): draws from a window that narrows onto the newest rows.
+"""Emphasizing recent experience (ERE): samples from a recency window that narrows during a phase.
 
-How much can follow how fast the agent improves.
-
-Letters: B batch, N rows, K updates of a phase.
+Letters: B batch, N transitions, K updates of a phase.
 """
 
 from __future__ import annotations
@@ -27,52 +25,59 @@ __all__ = ["ERESampler"]
 
 Reference = Literal["stored", "capacity"]
 
-# The paper's unit: in a phase of so many updates, each one narrows the window by the factor eta.
-_SHORTEST_PHASE = 1000
+# Smallest K of a phase that a write starts: with this K each update narrows the window by the factor eta.
+_MIN_UPDATES = 1000
 
 
 @dataclass
 class _Phase:
-    """The updates made in a phase, and how many there are to be; 0 before the first phase."""
+    """The position in a phase, and the writes at the last draw.
+
+    Attributes:
+        update: k, the number of updates made.
+        num_updates: K; 0 before the first phase.
+        num_written: number of steps written before the last draw; -1 before the first draw.
+        generation: generation of the index at the last draw; None before the first draw.
+    """
 
     update: int = 0
     num_updates: int = 0
-    #: How many steps were written by the last draw, -1 before it, and the epoch of the index, if known.
-    written: int = -1
-    epoch: int | None = None
+    num_written: int = -1
+    generation: int | None = None
 
 
 class ERESampler(WrappingSampler):
-    """Emphasises recent experience: a window that narrows onto the newest rows.
+    """Emphasizing recent experience (ERE): samples from the newest transitions, a recency window.
 
         c_k = max(N * eta^(k * 1000 / K), c_min)
 
-    The k-th draw of a phase of K (k = 1 .. K, as in the paper) takes the newest w steps of each lane, w
-    the least number with which they are c_k rows: uniformly, or by priority with
-    `base=PERSampler(...)`. With at most `c_min` rows stored, it draws from all.
+    Update k of a phase of K updates (k = 1 .. K, as in the paper) samples from the newest w steps of each
+    lane, where w is the smallest number with which the window contains c_k transitions. The base samples
+    within the window: uniformly, or by priority with `base=PERSampler(...)`. If at most `c_min`
+    transitions are stored, the window contains all of them.
 
     **Phases.** The paper makes K updates after an episode of K steps. Each `sample` is one update.
     `begin_phase(num_updates)` starts a phase: call it after collecting an episode or a batch. Without
-    it, the first write after the current phase has used up its updates starts the next one, so that a
-    loop that writes a step before each update still cycles through the windows. Until then, updates
-    beyond the K-th keep the last window. A phase started by a write has `updates_per_phase` updates;
-    None takes the number made in the previous phase, and at least 1000.
+    such a call, the first write after the K-th update starts the next phase, so that a loop that writes
+    a step before each update still cycles through the windows. Until that write, updates after the K-th
+    keep the last window. A phase that a write starts has `updates_per_phase` updates; None takes the
+    number of updates of the previous phase, and at least 1000.
 
     Args:
-        eta: recency strength in (0, 1]; 1 draws from everything. The smallest window of a phase is
-            the share eta^1000 of the rows: 0.996 leaves 2 %.
-        c_min: the smallest window, in rows.
-        updates_per_phase: K of phases started by a write.
-        base: draws within the window; None draws uniformly.
-        reference: N is the number of rows "stored" now or the "capacity" (as in the paper).
+        eta: recency strength in (0, 1]; 1 samples from all transitions. The smallest window of a phase
+            contains the fraction eta^1000 of the transitions: 0.996 leaves 2 %.
+        c_min: smallest window, in transitions.
+        updates_per_phase: K of phases that a write starts.
+        base: samples within the window; None samples uniformly.
+        reference: whether N is the number of transitions "stored" or the "capacity" (as in the paper).
 
-    All of these except `base` are attributes that may be set at any time, for instance by TorchRL's
-    schedulers; a new value applies from the next draw on (`updates_per_phase` from the next phase on).
+    All arguments except `base` are attributes that may be set at any time, for instance by TorchRL's
+    schedulers. A new value applies from the next batch on (`updates_per_phase` from the next phase on).
 
     Raises:
-        ValueError: `eta` outside (0, 1], `c_min` or `updates_per_phase` below 1, or an unknown
-            `reference`.
-        TypeError: `base` is no sampler that draws rows.
+        ValueError: `eta` is outside (0, 1], `c_min` or `updates_per_phase` is below 1, or `reference` is
+            unknown.
+        TypeError: `base` is not a sampler of this library, or is a `HERSampler` or an `ERESampler`.
 
     Reference: Wang & Ross 2019, Boosting Soft Actor-Critic: Emphasizing Recent Experience without
     Forgetting the Past, arXiv:1906.04009.
@@ -104,23 +109,26 @@ class ERESampler(WrappingSampler):
 
     def _check_base(self, base: ReplaySampler) -> None:
         if any(isinstance(layer, HERSampler | ERESampler) for layer in base.layers):
-            raise TypeError(f"base must draw rows of any age, got {base}: pass this sampler to it.")
+            raise TypeError(
+                f"ERESampler cannot wrap a HERSampler or an ERESampler, got base={base}: use "
+                "HERSampler(base=ERESampler(...))."
+            )
 
     @property
     def update(self) -> int:
-        """The updates made in this phase: k of the last draw, 0 at the beginning of a phase."""
+        """k, the number of updates made in this phase; 0 at the beginning of a phase."""
         return self._phase.update
 
     @property
     def num_updates(self) -> int:
-        """K, the updates of this phase; 0 before the first phase."""
+        """K, the number of updates of this phase; 0 before the first phase."""
         return self._phase.num_updates
 
     def begin_phase(self, num_updates: int) -> None:
-        """Begins a phase: the next draw is its first, with the widest window.
+        """Begins a phase: the next update is update 1 and has the widest window.
 
         Args:
-            num_updates: K, the draws until the window is at its narrowest.
+            num_updates: K, the number of updates until the window is narrowest.
 
         Raises:
             ValueError: `num_updates` is below 1.
@@ -129,24 +137,24 @@ class ERESampler(WrappingSampler):
         self._phase.update, self._phase.num_updates = 0, num_updates
 
     def window(self, episodes: EpisodeIndex) -> int:
-        """Returns c_k, how many of the newest rows the current update draws from."""
-        phase, stored = self._phase, len(episodes)
-        # The first update of a phase sees nearly everything, the last one the share η^1000; the factor
-        # makes η mean the same for any length of the phase.
-        share = min(phase.update / max(phase.num_updates, 1), 1)
-        rows = episodes.capacity if self.reference == "capacity" else stored
-        return min(max(int(rows * self.eta ** (1000 * share)), self.c_min), stored)
+        """Returns c_k, the number of newest transitions from which the current update samples."""
+        phase, num_stored = self._phase, len(episodes)
+        # The exponent of the last update is 1000 for each K, so that eta has the same effect in phases of
+        # any length.
+        progress = min(phase.update / max(phase.num_updates, 1), 1)
+        num_rows = episodes.capacity if self.reference == "capacity" else num_stored
+        return min(max(int(num_rows * self.eta ** (1000 * progress)), self.c_min), num_stored)
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws the batch of the next update, as its base does in the window."""
+        """Draws the batch of the next update: the base draws within the window."""
         index, phase = view.episodes, self._phase
-        epoch, written = index.generation, int(index.cursors.sum())
-        if phase.epoch not in (None, epoch):
+        generation, num_written = index.generation, int(index.cursors.sum())
+        if phase.generation not in (None, generation):
             self._phase = phase = _Phase()
-        # What was written since a phase was over begins the next one.
-        if phase.written < written and phase.update >= phase.num_updates:
-            self.begin_phase(self.updates_per_phase or max(_SHORTEST_PHASE, phase.update))
-        phase.epoch, phase.written = epoch, written
+        # A write after the last update of a phase begins the next phase.
+        if phase.num_written < num_written and phase.update >= phase.num_updates:
+            self.begin_phase(self.updates_per_phase or max(_MIN_UPDATES, phase.update))
+        phase.generation, phase.num_written = generation, num_written
         phase.update += 1
         return self._base.draw(view, noise, index.window_of(self.window(index)))
 
@@ -155,18 +163,22 @@ class ERESampler(WrappingSampler):
         self._phase = _Phase()
 
     def state(self) -> State:
-        """Returns where the phase is, and how many steps were written by the last draw, -1 before it."""
+        """Returns k and K of the phase, and the number of steps written before the last draw, or -1."""
         phase = self._phase
-        return {"update": phase.update, "num_updates": phase.num_updates, "written": phase.written}
+        return {
+            "update": phase.update,
+            "num_updates": phase.num_updates,
+            "written": phase.num_written,
+        }
 
     def prepare_load(self, state: Any) -> Adopt:
-        """Returns a function that adopts a state."""
+        """Checks a state, and returns a function that adopts the state."""
         names = ("update", "num_updates", "written")
-        update, num_updates, written = required_items("ERESampler", state, names)
+        update, num_updates, num_written = required_items("ERESampler", state, names)
         phase = _Phase(
             validation.integer("update", update),
             validation.integer("num_updates", num_updates),
-            validation.integer("written", written, at_least=-1),
+            validation.integer("written", num_written, at_least=-1),
         )
 
         def adopt() -> None:

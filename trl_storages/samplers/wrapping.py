@@ -1,7 +1,4 @@
-"""Samplers that change which transitions another sampler, their base, draws.
-
-Letters: B batch.
-"""
+"""The base class of samplers that change what another sampler, the base, draws."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ __all__ = ["WrappingSampler", "resolve_sampler"]
 
 
 def resolve_sampler(sampler: Any) -> Any:
-    """Returns the sampler to use in the place of one of TorchRL's; any other as it is.
+    """Returns the sampler that replaces a sampler of TorchRL's; any other sampler unchanged.
 
     Raises:
-        TypeError: TorchRL's sampler has no equal here.
+        TypeError: no sampler of this library replaces that of TorchRL.
 
     >>> resolve_sampler(RandomSampler())
     UniformSampler()
@@ -40,15 +37,15 @@ class WrappingSampler(ReplaySampler):
     """A sampler that changes what its `base` draws.
 
     Args:
-        base: draws the rows; None draws uniformly. It may be replaced, from the innermost sampler
-            outwards. Its `draw` is asked, not its `sample`.
+        base: draws the transitions by its `draw`; None draws uniformly. The attribute may be set; to
+            replace several bases, begin with the innermost one.
 
     Raises:
-        TypeError: it is no sampler of this library, and none of TorchRL's with an equal here.
+        TypeError: `base` is neither a sampler of this library nor one that `resolve_sampler` replaces.
     """
 
-    # How many random numbers it takes for each row beside those of its base.
-    _own_draws = 0
+    # Number of random numbers per transition in addition to those of the base.
+    _extra_draws = 0
     # TorchRL's schedulers set these on the outermost sampler.
     alpha = ComponentSetting("Priority exponent of the base.", "base=PERSampler(...)")
     beta = ComponentSetting(
@@ -62,8 +59,8 @@ class WrappingSampler(ReplaySampler):
         self.base = base
 
     @property
-    def base(self) -> Any:
-        """The sampler that draws the rows."""
+    def base(self) -> ReplaySampler:
+        """The sampler that draws the transitions."""
         return self._base
 
     @base.setter
@@ -73,23 +70,23 @@ class WrappingSampler(ReplaySampler):
         validation.instance("base", base, ReplaySampler, what=what)
         self._check_base(base)
         self._base: ReplaySampler = base
-        self.num_draws = base.num_draws + self._own_draws
+        self.num_draws = base.num_draws + self._extra_draws
 
     def _check_base(self, base: ReplaySampler) -> None:
-        """Raises if this sampler can't change what `base` draws."""
+        """Raises if this sampler can't change the draws of `base`."""
 
     @property
     def layers(self) -> list[ReplaySampler]:
-        """The samplers that this one is made of, itself first."""
+        """This sampler, followed by the samplers that it wraps, outermost first."""
         return [self, *self._base.layers]
 
     def components(self) -> list[ReplaySampler]:
-        """Returns the samplers that draw for this one, outermost first."""
+        """Returns the samplers that this one wraps, outermost first."""
         return self._base.layers
 
     @property
     def ran_out(self) -> bool:  # type: ignore[override]
-        """Whether the last draw ended an epoch of the base."""
+        """Whether the last batch ended an epoch of the base."""
         return self._base.ran_out
 
     def _empty(self) -> None:
