@@ -180,7 +180,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         return target, is_valid[:, : self.length] & (is_terminal | is_known)
 
     def _after_burn_in(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
-        """Returns an entry of one number per transition as `[B, length + bootstrap]`, without the burn-in."""
+        """Returns an entry of the batch without the burn-in, `[B, length + bootstrap]`."""
         column = batch.get(key, None)
         if column is None:
             raise KeyError(f"the batch has no {key!r}: pass a batch sampled with this sample_unit.")

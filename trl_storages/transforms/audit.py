@@ -1,6 +1,6 @@
 """The result of comparing a reward function with the stored rewards.
 
-Letters: D rows that differ.
+Letters: D transitions with different rewards.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["RelabelAudit"]
 
 @dataclass(frozen=True)
 class RelabelAudit:
-    """The result of `GoalRelabel.audit`: the D rows on which `reward_fn` and storage disagree.
+    """The result of `GoalRelabel.audit`: the D transitions whose stored and computed rewards differ.
 
     Attributes:
-        num_rows: how many rows were compared.
-        slots: `[D]` int64, on the host.
-        stored: `[D]` the stored rewards, in a dtype that holds the computed ones too.
-        computed: `[D]` the rewards that the function returns for them.
-        num_ends: how many transitions are terminated, if the reward of each is larger than that of every
-            other transition, as where success ends an episode; else 0.
+        num_rows: number of transitions that were compared.
+        slots: `[D]` int64 slots of the transitions that differ, on the host.
+        stored: `[D]` stored rewards, in a dtype that can also hold the computed rewards.
+        computed: `[D]` rewards that `reward_fn` returns.
+        num_ends: number of terminated transitions if success ends episodes, that is, if each of their
+            rewards is larger than the reward of every transition that is not terminated; else 0.
     """
 
     num_rows: int
@@ -35,21 +35,21 @@ class RelabelAudit:
 
     @property
     def passed(self) -> bool:
-        """Whether all rows agree."""
+        """Whether no rewards differ."""
         return not len(self.slots)
 
     def __str__(self) -> str:
-        rows = validation.counted(self.num_rows, "row")
+        total = validation.counted(self.num_rows, "transition")
         if self.passed:
-            return f"reward_fn agrees with the stored rewards on all {rows}."
-        differs = f"reward_fn differs from the stored reward on {len(self.slots):,} of {rows}"
-        return "\n".join([f"{differs}:", *(f"  {example}" for example in self.examples(5))])
+            return f"reward_fn agrees with the stored rewards on all {total}."
+        summary = f"reward_fn differs from the stored reward on {len(self.slots):,} of {total}"
+        return "\n".join([f"{summary}:", *(f"  {example}" for example in self.examples(5))])
 
     def examples(self, number: int) -> list[str]:
-        """Returns the largest differences in words, at most as many as `number`."""
-        worst = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)
+        """Returns descriptions of at most `number` transitions, largest differences first."""
+        order = (self.stored.double() - self.computed.double()).abs().argsort(descending=True)
         return [
-            f"slot {int(self.slots[at])}: stored {float(self.stored[at]):g}, computed "
-            f"{float(self.computed[at]):g}"
-            for at in worst[:number].tolist()
+            f"slot {int(self.slots[i])}: stored {float(self.stored[i]):g}, computed "
+            f"{float(self.computed[i]):g}"
+            for i in order[:number].tolist()
         ]

@@ -1,10 +1,8 @@
-"""The base class of transforms that read further rows of the storage, and how transforms are applied."""
+"""The base class of transforms that read further transitions of a `ReplayStorage`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages.storage import BatchRows
@@ -14,11 +12,11 @@ __all__ = ["ReplayTransform", "transforms_in"]
 
 
 class ReplayTransform(Strict, Transform):  # type: ignore[misc]
-    """A transform that can read the rows of its `ReplayStorage`.
+    """A transform that can read further transitions of its `ReplayStorage`.
 
-    It runs in order with the other transforms of the replay buffer, under the replay lock. To write one
-    that reads further rows, subclass this and implement `replay`; and `prepare` only if it reads rows
-    ahead, or must know of a window.
+    The transforms of a replay buffer run in order, under the replay lock. To write a transform that reads
+    further transitions, subclass `ReplayTransform` and implement `replay`; implement `prepare` only if
+    the transform needs an n-step window.
 
     >>> class Halved(ReplayTransform):
     ...     def replay(self, rows):
@@ -27,29 +25,31 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     Halved(keys=[])
     """
 
-    #: Whether it writes the goals that a `HERSampler` draws, and those of which key; None writes any. A
-    #: `ReplayStorage` refuses to draw goals that no transform writes.
+    #: Whether the transform writes the goals that a `HERSampler` draws. A `ReplayStorage` raises if no
+    #: transform writes them.
     uses_goals = False
-    goal_key: Any = None
+    #: The goal that the transform writes; None writes every goal.
+    goal_key: NestedKey | None = None
 
     def prepare(self, rows: BatchRows) -> None:
-        """Says what further rows it needs, as by `rows.widen`, before any transform replays."""
+        """Requests further transitions, for instance by `rows.widen`, before any `replay`."""
 
     def replay(self, rows: BatchRows) -> None:
-        """Changes the drawn rows.
+        """Changes the sampled transitions.
 
         Args:
-            rows: `[B]` the rows, as the transforms before have left them, with the sampler's entries.
-                What changes rewards or flags changes those of `rows.steps`, which an `NStep` behind it
-                folds: so it fits before that as well as behind it.
+            rows: `[B]` the transitions, as changed by earlier transforms, with the sampler's entries. To
+                change rewards or flags, change those of `rows.steps`, from which a later `NStep`
+                computes n-step returns. Then the transform works before and after `NStep`.
         """
         raise NotImplementedError
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Raises a RuntimeError: only a `ReplayStorage` hands it the rows."""
+        """Raises a RuntimeError, because only a `ReplayStorage` can apply the transform."""
         raise RuntimeError(
-            f"{type(self).__name__} reads rows beside the sampled ones and what the sampler drew, which "
-            "only a ReplayStorage hands to its transforms: pass it as transform= to one."
+            f"{type(self).__name__} reads further transitions and the entries of the sampler, which only "
+            "a ReplayStorage passes to its transforms: use ReplayStorage(transform="
+            f"{type(self).__name__}(...))."
         )
 
 
@@ -57,8 +57,8 @@ def transforms_in(transform: Transform) -> list[Transform]:
     """Returns the transforms of a `Compose`, flattened; any other transform as a list of one."""
     if not isinstance(transform, Compose):
         return [transform]
-    parts: list[Transform] = []
-    # The public accessors of a module take several times as long.
-    for part in transform._modules["transforms"]._modules.values():
-        parts += transforms_in(part) if isinstance(part, Compose) else [part]
-    return parts
+    transforms: list[Transform] = []
+    # `_modules`, because the public accessors of a module take several times as long.
+    for child in transform._modules["transforms"]._modules.values():
+        transforms += transforms_in(child) if isinstance(child, Compose) else [child]
+    return transforms

@@ -22,20 +22,20 @@ __all__ = ["FlattenGoal"]
 
 
 class FlattenGoal(CatTensors):  # type: ignore[misc]
-    """Concatenates observation, achieved goal and desired goal, in this order, and splits them again.
+    """Concatenates observation, achieved goal and desired goal, in this order, and splits the vector.
 
     For policies and losses that take a single observation. As an environment transform it adds the
-    vector to every observation; as a storage transform, to the batch at the root and under `next`.
-    There it must come after `GoalRelabel`, so that the vector holds the drawn goal. Storages hold the
-    parts: write them, or what `unflatten` returns of a vector.
+    vector to every observation; as a storage transform, to the batch at the root and under `next`. A
+    storage transform must come after `GoalRelabel`, so that the vector contains the drawn goal. Replay
+    buffers store the parts: write the parts, or the result of `unflatten`.
 
     Args:
         observation_space: a gymnasium `Dict` or TorchRL's `env.observation_spec`, which defines the
-            split. None infers it from the environment or from the first parts that are joined.
-        observation_key: the first part.
-        achieved_goal_key: the second part.
-        desired_goal_key: the third part, of the same shape as the second.
-        out_key: entry of the vector; if it is one of the three, it replaces that part.
+            sizes of the parts. None infers the sizes from the environment or from the first parts.
+        observation_key: key of the first part.
+        achieved_goal_key: key of the second part.
+        desired_goal_key: key of the third part, of the same shape as the second.
+        out_key: key of the vector; if it is the key of a part, the vector replaces that part.
         del_keys: whether to remove the parts.
 
     Raises:
@@ -73,17 +73,17 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         )
         self._shapes: list[torch.Size] | None = None
         if observation_space is not None:
-            self._learn_space(observation_space)
+            self._set_space(observation_space)
 
     # Tensors
 
     def flatten(self, parts: Any, batch_dims: int | None = None) -> torch.Tensor:
-        """Joins the three parts.
+        """Concatenates the three parts.
 
         Args:
             parts: mapping or TensorDict with the parts, each `[*B, n]`, or `[*B]` for scalars.
-            batch_dims: number of dimensions of B; None takes those of a TensorDict, otherwise all but
-                the last of the achieved goal.
+            batch_dims: number of dimensions of B; None takes that of a TensorDict, else all dimensions
+                of the achieved goal except the last.
 
         Returns:
             `[*B, F]`.
@@ -91,34 +91,35 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         validation.mapping("parts", parts, "a mapping or TensorDict with the parts")
         batch_dims = validation.optional(validation.integer, "batch_dims", batch_dims)
         is_tensordict = isinstance(parts, TensorDictBase)
-        there = [*(parts.keys(include_nested=True) if is_tensordict else parts)]
-        missing = [key for key in self.in_keys if key not in there]
+        names = [*(parts.keys(include_nested=True) if is_tensordict else parts)]
+        missing = [key for key in self.in_keys if key not in names]
         if missing:
-            raise KeyError(f"FlattenGoal needs {missing}; there are {sorted(there, key=str)}.")
+            raise KeyError(f"parts must contain {missing}, got {sorted(names, key=str)}.")
         values = [validation.values(repr(key), parts[key]) for key in self.in_keys]
         if batch_dims is None:
             batch_dims = parts.batch_dims if is_tensordict else max(values[1].ndim - 1, 0)
         shapes = [value.shape[batch_dims:] for value in values]
-        self._learn(shapes, [value.dtype for value in values])
-        return torch.cat([it.unsqueeze(-1) if it.ndim == batch_dims else it for it in values], -1)
+        self._set_shapes(shapes, [value.dtype for value in values])
+        vectors = [value.unsqueeze(-1) if value.ndim == batch_dims else value for value in values]
+        return torch.cat(vectors, -1)
 
     def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
-        """Splits what `flatten` joined.
+        """Splits a vector that `flatten` returned.
 
         Args:
             flat: `[*B, F]`.
 
         Returns:
-            key -> part, as a view.
+            key -> part, as a view of `flat`.
 
         Raises:
-            RuntimeError: nothing has been joined yet, and no space was given.
+            RuntimeError: the sizes of the parts are unknown, because no space and no parts were given.
             ValueError: the vector does not have size F.
         """
         if self._shapes is None:
             raise RuntimeError(
-                "FlattenGoal does not know how to split a vector before it has joined one: pass "
-                "observation_space."
+                "the sizes of the parts are unknown before the first flatten: pass observation_space to "
+                "FlattenGoal."
             )
         validation.tensor("flat", flat)
         sizes = [shape.numel() for shape in self._shapes]
@@ -128,8 +129,8 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
                 f"{', '.join(map(repr, self.in_keys))}, got the shape {list(flat.shape)}."
             )
         columns = flat.split(sizes, -1)  # type: ignore[no-untyped-call]
-        named = zip(self.in_keys, columns, self._shapes, strict=True)
-        return {key: column.view(*flat.shape[:-1], *shape) for key, column, shape in named}
+        items = zip(self.in_keys, columns, self._shapes, strict=True)
+        return {key: column.view(*flat.shape[:-1], *shape) for key, column, shape in items}
 
     # TensorDicts
 
@@ -140,22 +141,22 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Joins the parts at the root and under `next`."""
+        """Adds the vectors of the parts at the root and under `next`."""
         validation.tensordict("tensordict", tensordict)
         tensordict = self._call(tensordict)
-        following = tensordict.get("next", None)
-        if following is not None:
-            if self.in_keys[2] not in following.keys(include_nested=True):
+        next_tensordict = tensordict.get("next", None)
+        if next_tensordict is not None:
+            if self.in_keys[2] not in next_tensordict.keys(include_nested=True):
                 # Without a next desired goal, the goal is constant.
-                following.set(self.in_keys[2], tensordict.get(self.in_keys[2]))
-            self._call(following)
+                next_tensordict.set(self.in_keys[2], tensordict.get(self.in_keys[2]))
+            self._call(next_tensordict)
         return tensordict
 
     # Spaces
 
     def transform_observation_spec(self, observation_spec: TensorSpec) -> TensorSpec:
-        """Adds the spec of the vector, which is unbounded."""
-        self._learn_space(observation_spec)
+        """Adds an unbounded spec of the vector."""
+        self._set_space(observation_spec)
         size = sum(shape.numel() for shape in self._shapes or ())
         first = observation_spec[self.in_keys[0]]
         vector = Unbounded((*observation_spec.shape, size), dtype=first.dtype, device=first.device)
@@ -165,7 +166,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         observation_spec[self.out_keys[0]] = vector
         return observation_spec
 
-    def _learn_space(self, space: Any) -> None:
+    def _set_space(self, space: Any) -> None:
         what = f"a gymnasium Dict or a TorchRL Composite with {self.in_keys}"
         validation.instance("observation_space", space, (Dict, Composite), what=what)
         try:
@@ -173,24 +174,27 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
         except KeyError as error:
             raise KeyError(f"observation_space must be {what}, got {[*space.keys()]}.") from error
         batch_dims = len(space.shape) if isinstance(space, Composite) else 0
-        # As stored: a Box without dimensions becomes a vector of size 1.
-        shapes = [(1,) if isinstance(it, Box) and not it.shape else it.shape for it in parts]
-        self._learn([torch.Size(it[batch_dims:]) for it in shapes], [it.dtype for it in parts])
+        # As in a replay buffer, a Box without dimensions becomes a vector of size 1.
+        shapes = [
+            (1,) if isinstance(part, Box) and not part.shape else part.shape for part in parts
+        ]
+        sizes = [torch.Size(shape[batch_dims:]) for shape in shapes]
+        self._set_shapes(sizes, [part.dtype for part in parts])
 
-    def _learn(self, shapes: list[torch.Size], dtypes: list[Any]) -> None:
+    def _set_shapes(self, shapes: list[torch.Size], dtypes: list[Any]) -> None:
         if len(set(dtypes)) > 1:
             raise TypeError(
-                "observation and goals must be of one dtype to share a vector, got "
+                "observation and goals must have the same dtype, got "
                 f"{dict(zip(self.in_keys, map(str, dtypes), strict=True))}; convert them first."
             )
-        named = dict(zip(self.in_keys, map(list, shapes), strict=True))
+        shape_of = dict(zip(self.in_keys, map(list, shapes), strict=True))
         if any(len(shape) > 1 for shape in shapes):
             raise ValueError(
-                f"observation and goals must be vectors or numbers, got {named}; flatten them first, "
+                f"observation and goals must be vectors or numbers, got {shape_of}; flatten them first, "
                 "with TorchRL's FlattenObservation."
             )
         if shapes[1] != shapes[2]:
-            raise ValueError(f"both goals must have one shape, got {named}.")
+            raise ValueError(f"both goals must have the same shape, got {shape_of}.")
         self._shapes = shapes
 
     def __repr__(self) -> str:

@@ -19,23 +19,23 @@ __all__ = ["gym_reward", "gym_terminated", "outermost"]
 
 
 def outermost(env: Any, name: str) -> tuple[Callable[..., Any], list[Any]]:
-    """Finds a method of an environment: the outermost wrapper that has it defines it.
+    """Finds a method of an environment, or of the outermost wrapper that has the method.
 
     Args:
         env: a gymnasium environment or vector environment, wrapped or not, or a TorchRL wrapper around
-            one. Of a vector environment without the method the first environment is searched; if the
-            environments are in other processes, one more is made in this process.
-        name: the method.
+            an environment. If a vector environment does not have the method, its first environment is
+            searched; if the environments are in other processes, a new one is made in this process.
+        name: the name of the method.
 
     Returns:
-        the method, and the wrappers outside of its owner, outermost first.
+        the method, and the wrappers outside of the object that has the method, outermost first.
 
     Raises:
-        TypeError: there is no such method, or it is a batched environment of TorchRL.
+        TypeError: no object has the method, or `env` is a batched environment of TorchRL.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
-    # Before any attribute is read, which would start the processes of a ParallelEnv.
+    # Checked before any attribute is read, because reading one starts the processes of a ParallelEnv.
     if isinstance(env, ParallelEnv | SerialEnv):
         raise TypeError(
             f"{name} cannot be read from a {type(env).__name__}, whose environments may be in other "
@@ -55,14 +55,13 @@ def outermost(env: Any, name: str) -> tuple[Callable[..., Any], list[Any]]:
                 inner = inner.env_fns[0]()
             case _:
                 raise TypeError(
-                    f"{env} has no {name}(achieved_goal, desired_goal, info): pass a function of your "
-                    "own."
+                    f"{env} has no {name}(achieved_goal, desired_goal, info): pass a custom function."
                 )
     return method, outside
 
 
 class _GoalMethod:
-    """Calls a method of an environment with goals as arrays, and returns a tensor."""
+    """Calls a method of an environment with goals as arrays, and converts the result to a tensor."""
 
     _name: str
 
@@ -90,16 +89,16 @@ class _GoalMethod:
 class gym_reward(_GoalMethod):  # noqa: N801  (it is used as a function)
     """Adapts the `compute_reward` of a gymnasium goal environment.
 
-    The outermost wrapper that has the method defines it, so goals that a wrapper changes are rewarded as
-    that wrapper does. Reward wrappers of gymnasium outside of it are applied to the result: their
-    `reward` gets all rewards of a batch as one array.
+    The outermost wrapper that has `compute_reward` is called, because a wrapper that changes goals
+    defines their rewards. Reward wrappers of gymnasium outside of that wrapper are applied to the result:
+    their `reward` gets all rewards of a batch as one array.
 
-    Goals are converted to NumPy and rewards back, so on a GPU each batch synchronises with the host:
-    write the reward with torch operations there.
+    Goals are converted to NumPy and rewards to tensors, so on a GPU each batch synchronises with the
+    host: write the reward with torch operations for a GPU.
 
     Args:
         env: a gymnasium environment or vector environment, wrapped or not, or a TorchRL wrapper around
-            one.
+            an environment.
 
     Raises:
         TypeError: the environment has no `compute_reward`, or is a batched environment of TorchRL.
@@ -126,11 +125,11 @@ class gym_reward(_GoalMethod):  # noqa: N801  (it is used as a function)
 class gym_terminated(_GoalMethod):  # noqa: N801  (it is used as a function)
     """Adapts the `compute_terminated` of a gymnasium goal environment, as gymnasium-robotics names it.
 
-    Pass it as `terminated_fn` wherever reaching a goal ends an episode. Without it, transitions whose new
-    goal is reached keep `terminated=False`, and their targets bootstrap beyond the end.
+    Pass it as `terminated_fn` if reaching a goal ends an episode. Without `terminated_fn`, transitions
+    whose new goal is reached keep `terminated=False`, and their targets bootstrap beyond the end.
 
-    The methods of gymnasium-robotics compare single goals. A method that returns one value for a batch is
-    called once per transition instead.
+    The methods of gymnasium-robotics compare single goals. A method that returns one value for a batch
+    is therefore called once per transition.
 
     Args:
         env: as in `gym_reward`.
@@ -150,6 +149,6 @@ class gym_terminated(_GoalMethod):  # noqa: N801  (it is used as a function)
         ends = self._method(achieved, desired, info)
         if np.ndim(ends):
             return ends
-        rows = range(len(achieved))
-        infos = [{key: value[row] for key, value in info.items()} for row in rows]
-        return np.array([self._method(achieved[row], desired[row], infos[row]) for row in rows])
+        batch = range(len(achieved))
+        infos = [{key: value[i] for key, value in info.items()} for i in batch]
+        return np.array([self._method(achieved[i], desired[i], infos[i]) for i in batch])

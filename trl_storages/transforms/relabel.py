@@ -1,6 +1,6 @@
-"""Hindsight relabelling: replaces goals by achieved ones and recomputes rewards.
+"""HER relabelling: replaces goals by achieved goals and recomputes rewards.
 
-Letters: B batch, n rows of a window, G goal shape.
+Letters: B batch, n steps of a window, R transitions of a call, D transitions that differ, G goal shape.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["GoalFunction", "GoalRelabel", "goal_values"]
 GoalFunction = Callable[[torch.Tensor, torch.Tensor, dict[NestedKey, torch.Tensor]], Any]
 
 _optional_function = partial(validation.optional, validation.function)
-_WHAT = "(achieved_goal, desired_goal, transition)"
-# How many of the newest transitions are audited without being asked for.
+_PARAMETERS = "(achieved_goal, desired_goal, transition)"
+# Number of the newest transitions that the automatic audit compares.
 _NUM_AUDITED = 1000
 
 
@@ -34,44 +34,47 @@ class GoalRelabel(ReplayTransform):
     """Writes the goals that a `HERSampler` drew into the batch and recomputes rewards and flags.
 
     Where `her_mask` is true, `desired_goal` and `("next", "desired_goal")` become the next achieved goal
-    of the row `goal_index`, and the reward is `reward_fn(next achieved goal, goal, transition)`. The
-    flags stay as stored unless `terminated_fn` is given; then `terminated` is recomputed, and `done` is
-    terminated or truncated. Other rows of the batch, and the storage, are never changed.
+    of the transition in slot `goal_index`, and the reward becomes `reward_fn(next achieved goal, goal,
+    transition)`. The flags stay as stored unless `terminated_fn` is given; then `terminated` is
+    recomputed, and `done` is terminated or truncated. The other transitions of the batch, and the stored
+    transitions, are never changed.
 
-    In `Compose(GoalRelabel(...), NStep(...))` all rows of a window get the goal of its first one, and
-    their rewards are summed for it.
+    In `Compose(GoalRelabel(...), NStep(...))` all steps of a window get the goal of the first step, and
+    their rewards are summed for this goal.
 
-    Floating rewards keep their dtype. Rewards stored as bool or integer get a dtype that also holds
-    what `reward_fn` returns.
+    Floating rewards keep their dtype. Rewards stored as bool or integer get a dtype that can also hold
+    the results of `reward_fn`.
 
-    Each function is called once with R rows: those of the batch, or of its n-step windows. Its results
-    for rows that keep their own goal are discarded.
+    Each function is called once with R transitions: those of the batch, or of its n-step windows. The
+    results for transitions that keep their goal are discarded.
 
     Args:
         reward_fn: `(achieved_goal [R, *G], desired_goal [R, *G], transition) -> [R]` or `[R, 1]`;
             `transition` maps each of `info_keys` to a tensor `[R, ...]`. None, allowed with a `goal_key`,
-            leaves the rewards as stored. A network stays a function: it is neither saved nor moved here.
-        terminated_fn: the same, returning bool; requires `reward_fn`. None leaves the flags as stored.
-        goal_key: which drawn goal to write, and where, as in `HERSampler(goal_key=...)`; None is the
-            desired goal. If the rows do not store this goal, rows without a drawn goal get
-            `desired_goal`.
+            leaves the rewards as stored. A network is a function here: it is neither saved nor moved to a
+            device.
+        terminated_fn: a function with the same arguments that returns bool; requires `reward_fn`. None
+            leaves the flags as stored.
+        goal_key: the drawn goal that is written, and its key, as in `HERSampler(goal_key=...)`; None is
+            the desired goal. If the transitions do not contain this key, transitions that are not
+            relabelled get `desired_goal`.
         info_keys: further entries passed to the functions, under the names given here. A plain name is
-            read under `next`, where infos are stored, or at the root if it is not stored there, as
-            "action" is.
+            read under `next`, where infos are stored, or at the root if `next` does not contain the name,
+            as with "action".
         audit: whether the first batch after 1,000 stored transitions warns, once, if `reward_fn` differs
             from the rewards of the newest 1,000, or if their episodes end at success and `terminated_fn`
-            is None. Only the process that made this transform audits, and only if it may write.
-        achieved_goal_key: entry of the achieved goal.
-        desired_goal_key: entry of the desired goal.
-        reward_key: entry of the reward under `next`, one value a row.
-        done_key: entry of the flag that ends an episode.
-        terminated_key: entry of the terminal flag.
-        truncated_key: entry of the truncation flag.
+            is None. Only the process that created the transform audits, and only if it may write.
+        achieved_goal_key: key of the achieved goal.
+        desired_goal_key: key of the desired goal.
+        reward_key: key of the reward under `next`, one value per transition.
+        done_key: key of the flag that ends an episode.
+        terminated_key: key of the terminal flag.
+        truncated_key: key of the truncation flag.
 
     Raises:
         TypeError: `reward_fn` or `terminated_fn` is not callable.
         ValueError: `terminated_fn` or `info_keys` is given without `reward_fn`; or a goal key equals
-            `achieved_goal_key` or lies under `next`.
+            `achieved_goal_key` or is under `next`.
 
     Reference: Andrychowicz et al. 2017, arXiv:1707.01495, algorithm 1.
 
@@ -82,8 +85,8 @@ class GoalRelabel(ReplayTransform):
     """
 
     uses_goals = True
-    reward_fn: Any = Setting(_optional_function, _WHAT, saved=False)
-    terminated_fn: Any = Setting(_optional_function, _WHAT, saved=False)
+    reward_fn: Any = Setting(_optional_function, _PARAMETERS, saved=False)
+    terminated_fn: Any = Setting(_optional_function, _PARAMETERS, saved=False)
 
     def __init__(
         self,
@@ -102,25 +105,27 @@ class GoalRelabel(ReplayTransform):
     ) -> None:
         super().__init__()
         if goal_key is None:
-            validation.function("reward_fn", reward_fn, _WHAT)
+            validation.function("reward_fn", reward_fn, _PARAMETERS)
         self.reward_fn, self.terminated_fn = reward_fn, terminated_fn
         self._info_keys = tuple(validation.keys("info_keys", info_keys))
         if reward_fn is None and (terminated_fn is not None or self._info_keys):
-            raise ValueError("reward_fn must be given with terminated_fn and info_keys, got None.")
-        # The process that is to audit, None once it has.
-        self._auditor = os.getpid() if validation.flag("audit", audit) else None
-        achieved = validation.root_key("achieved_goal_key", achieved_goal_key)
-        self._desired = validation.root_key("desired_goal_key", desired_goal_key)
-        self._goal_key = validation.optional(validation.root_key, "goal_key", goal_key)
-        #: Where goals are written now and under `next`, where they come from, and where a batch has them.
-        written = self._goal_key or self._desired
-        if achieved in (written, self._desired):
             raise ValueError(
-                "achieved_goal_key must be another entry than the goal that is written, got "
-                f"{achieved!r} for both."
+                "terminated_fn and info_keys need a reward_fn, got None: pass reward_fn."
             )
-        self._written = written, keys.next_key(written)
-        self._achieved = keys.next_key(achieved)
+        # The process that audits; None after the audit.
+        self._audit_process = os.getpid() if validation.flag("audit", audit) else None
+        achieved_key = validation.root_key("achieved_goal_key", achieved_goal_key)
+        self._desired_key = validation.root_key("desired_goal_key", desired_goal_key)
+        self._goal_key = validation.optional(validation.root_key, "goal_key", goal_key)
+        written_key = self._goal_key or self._desired_key
+        if achieved_key in (written_key, self._desired_key):
+            raise ValueError(
+                "achieved_goal_key must differ from desired_goal_key and goal_key, got "
+                f"{achieved_key!r} for both."
+            )
+        # Goals are copied from the next achieved goal to these keys.
+        self._written_keys = written_key, keys.next_key(written_key)
+        self._next_achieved_key = keys.next_key(achieved_key)
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key)
         self._reward_key = validation.key("reward_key", reward_key)
         self._done_key = validation.key("done_key", done_key)
@@ -128,8 +133,8 @@ class GoalRelabel(ReplayTransform):
         self._truncated_key = validation.key("truncated_key", truncated_key)
 
     @property
-    def goal_key(self) -> NestedKey:
-        """Which drawn goal is written, as named in `HERSampler`."""
+    def goal_key(self) -> NestedKey:  # type: ignore[override]
+        """The drawn goal that is written, as in `HERSampler(goal_key=...)`."""
         return self._goal_key or keys.DESIRED_GOAL
 
     @property
@@ -141,135 +146,158 @@ class GoalRelabel(ReplayTransform):
         """Relabels the goals, and recomputes rewards and flags.
 
         Raises:
-            KeyError: the batch has no drawn goals, or the rows have no goal entries.
-            ValueError: goals differ in shape, a function did not return one value per row, or rewards
-                or flags are stored with more than one value per row.
+            KeyError: the batch has no drawn goals, or the transitions have no goals.
+            ValueError: goals differ in shape, a function did not return one value per transition, or
+                rewards or flags are stored with several values per transition.
             TypeError: achieved goals are floating but desired goals are not, or `terminated_fn` did not
                 return bool.
-            RuntimeError: an `NStep` stands before it.
+            RuntimeError: an `NStep` precedes this transform.
         """
         if rows.has_returns:
-            raise RuntimeError("GoalRelabel must stand before NStep, which folds its rewards.")
+            raise RuntimeError(
+                "GoalRelabel must precede NStep, which sums the rewards of the new goals: use "
+                "Compose(GoalRelabel(...), NStep(...))."
+            )
         try:
-            index, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
+            goal_slots, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
         except KeyError as error:
-            of_goal = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
+            argument = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
             raise KeyError(
                 f"the batch has no {error}: GoalRelabel writes the goals that a HERSampler draws; pass "
-                f"sampler=HERSampler({of_goal}) to the ReplayStorage."
+                f"sampler=HERSampler({argument}) to the ReplayStorage."
             ) from None
-        rows.paste(self._written, self._achieved, index, mask, default=self._desired)
-        if self.reward_fn is None:
-            return
-        steps, goals, drawn = rows.steps, rows[self._written[0]], rows.changes[self._mask_key]
+        rows.paste(
+            self._written_keys,
+            self._next_achieved_key,
+            goal_slots,
+            mask,
+            default=self._desired_key,
+        )
+        if self.reward_fn is not None:
+            goals, is_relabelled = rows[self._written_keys[0]], rows.changes[self._mask_key]
+            self._set_rewards(rows.steps, goals, is_relabelled)
+            if self.terminated_fn is not None:
+                self._set_flags(rows.steps, goals, is_relabelled)
+
+    def _set_rewards(self, steps: Rows, goals: torch.Tensor, is_relabelled: torch.Tensor) -> None:
+        """Recomputes the rewards of steps `[*n, B]` with goals `[B, *G]` where `is_relabelled` `[B]`."""
         stored = steps[self._reward_key]
-        reward = self._ask("reward_fn", steps, goals, stored)
+        reward = self._values("reward_fn", steps, goals, stored)
         if stored.dtype is not reward.dtype:
             dtype = relabelled_dtype(stored.dtype, reward.dtype)
             stored, reward = stored.to(dtype), reward.to(dtype)
-        steps.changes[self._reward_key] = torch.where(_spread(drawn, steps, stored), reward, stored)
-        if self.terminated_fn is None:
-            return
+        mask = _expand_mask(is_relabelled, steps, stored)
+        steps.changes[self._reward_key] = torch.where(mask, reward, stored)
+
+    def _set_flags(self, steps: Rows, goals: torch.Tensor, is_relabelled: torch.Tensor) -> None:
+        """Recomputes the terminal and done flags, as `_set_rewards` the rewards."""
         stored, done = steps[self._terminated_key], steps[self._done_key]
-        reached = self._ask("terminated_fn", steps, goals, stored)
-        if reached.dtype is not torch.bool:
+        terminated = self._values("terminated_fn", steps, goals, stored)
+        if terminated.dtype is not torch.bool:
             # As bool, a reward of -1 or a distance would be true nearly everywhere.
             raise TypeError(
-                f"terminated_fn must return bool, got {reached.dtype}: compare, as in "
+                f"terminated_fn must return bool, got {terminated.dtype}: compare, as in "
                 "`distance < 0.05`."
             )
-        over = reached | steps[self._truncated_key].view(reached.shape)
-        chosen = _spread(drawn, steps, stored)
-        steps.changes[self._terminated_key] = torch.where(chosen, reached, stored)
-        steps.changes[self._done_key] = torch.where(chosen, over.view(done.shape), done)
+        is_done = terminated | steps[self._truncated_key].view(terminated.shape)
+        mask = _expand_mask(is_relabelled, steps, stored)
+        steps.changes[self._terminated_key] = torch.where(mask, terminated, stored)
+        steps.changes[self._done_key] = torch.where(mask, is_done.view(done.shape), done)
 
-    def _ask(
+    def _values(
         self, name: str, rows: Rows, goals: torch.Tensor, stored: torch.Tensor
     ) -> torch.Tensor:
-        """Evaluates the goal function of this name on rows `[*n, B]`, and checks what it returns.
+        """Calls a goal function with transitions `[*n, B]`, and checks the result.
 
         Args:
             name: "reward_fn" or "terminated_fn".
-            rows: achieved goals `[*n, B, *G]` under `next`, and the `info_keys`.
+            rows: transitions with achieved goals `[*n, B, *G]` under `next`, and the `info_keys`.
             goals: `[B, *G]`.
-            stored: `[*n, B]` or `[*n, B, 1]`, whose shape the result gets.
+            stored: the stored values `[*n, B]` or `[*n, B, 1]`.
+
+        Returns:
+            the values, in the shape of `stored`.
         """
-        achieved, batch = rows[self._achieved], rows.slots.shape
+        achieved, batch = rows[self._next_achieved_key], rows.slots.shape
         if stored.numel() != batch.numel():
             raise ValueError(
-                f"rewards and flags must be stored with one value a row, {[*batch, 1]}, as what is "
-                f"computed for a goal is, got {[*stored.shape]}: store what the team gets as one."
+                f"GoalRelabel needs one reward and one flag per transition, {[*batch, 1]}, because "
+                f"{name} returns one value per goal, got {[*stored.shape]}: store one value for all "
+                "agents."
             )
         infos = {}
         for key in self._info_keys:
             infos[key] = rows[keys.stored_info(key, rows)].flatten(0, len(batch) - 1)
-        if len(batch) > 1:  # of windows the function gets one flat batch
+        if len(batch) > 1:  # the function gets windows as one flat batch
             goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
         return goal_values(name, getattr(self, name), achieved, goals, infos).view(stored.shape)
 
     def audit(self, storage: Any, num_rows: int = 10_000) -> RelabelAudit:
-        """Compares `reward_fn` with the stored rewards; for the stored goals they must agree.
+        """Compares `reward_fn` with the stored rewards, which must be equal for the stored goals.
 
-        A reward function that disagrees with its environment is the most common mistake with hindsight,
-        and a silent one: relabelled rows then teach a different task than the stored ones.
+        A reward function that differs from the environment is the most common mistake with HER, and a
+        silent one: relabelled transitions then train a different task than the stored transitions.
 
         Args:
             storage: a `ReplayStorage`, or its `storage`.
-            num_rows: how many of the newest rows to compare.
+            num_rows: number of the newest transitions to compare.
 
         Returns:
-            the number of rows compared, and where they differ.
+            the number of transitions that were compared, and those that differ.
 
         Raises:
-            RuntimeError: there are no rows, or no `reward_fn`.
+            RuntimeError: there are no transitions, or no `reward_fn`.
         """
         num_rows = validation.integer("num_rows", num_rows, at_least=1)
         if self.reward_fn is None:
-            raise RuntimeError(
-                "there is no reward_fn to audit, this GoalRelabel leaves the rewards."
-            )
+            raise RuntimeError("there is no reward_fn to audit: pass reward_fn to GoalRelabel.")
         packed: PackedStorage = storage if isinstance(storage, PackedStorage) else storage.storage
         view = packed.view()
         slots = view.episodes.slots_by_age()[-num_rows:]
         if not len(slots):
-            raise RuntimeError("there are no rows to audit: write transitions first.")
+            raise RuntimeError("there are no transitions to audit: write transitions first.")
         rows = Rows(view, slots)
         stored = rows[self._reward_key]
-        computed = self._ask("reward_fn", rows, rows[self._desired], stored)
+        computed = self._values("reward_fn", rows, rows[self._desired_key], stored)
         # In the dtype of a relabelled reward, which never truncates.
         dtype = relabelled_dtype(stored.dtype, computed.dtype)
         stored, computed = stored.to(dtype).reshape(-1), computed.to(dtype).reshape(-1)
-        differs = stored != computed  # of integers; from 2^53 on, neighbours are equal in float64
+        differs = stored != computed  # for integers, which float64 rounds from 2^53 on
         if dtype.is_floating_point:
             differs = ~torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
-        num_ends = 0
-        if self._terminated_key in rows:
-            ends = rows[self._terminated_key].reshape(-1)
-            is_split = ends.any() and not ends.all()
-            if is_split and stored[ends].double().min() > stored[~ends].double().max():
-                num_ends = int(ends.sum())
+        num_ends = self._num_successes(rows, stored)
         return RelabelAudit(
             len(slots), slots[differs.cpu()], stored[differs], computed[differs], num_ends
         )
 
+    def _num_successes(self, rows: Rows, rewards: torch.Tensor) -> int:
+        """Returns the number of terminated transitions if their rewards exceed all others, else 0."""
+        if self._terminated_key not in rows:
+            return 0
+        terminated = rows[self._terminated_key].reshape(-1)
+        if not terminated.any() or terminated.all():
+            return 0
+        least, largest = rewards[terminated].double().min(), rewards[~terminated].double().max()
+        return int(terminated.sum()) if least > largest else 0
+
     @property
     def is_audit_due(self) -> bool:
-        """Whether this process is to audit the stored rewards, and has not."""
-        return self.reward_fn is not None and self._auditor == os.getpid()
+        """Whether this process must audit the stored rewards and has not yet done so."""
+        return self.reward_fn is not None and self._audit_process == os.getpid()
 
     def audit_once(self, storage: PackedStorage, *, mixes_rewards: bool) -> None:
-        """Warns of mistakes that the newest transitions show; the audit is not due afterwards.
+        """Warns of mistakes that the newest transitions show; afterwards no audit is due.
 
         Args:
-            storage: holds the transitions.
-            mixes_rewards: whether batches also contain rewards as stored.
+            storage: the storage of the transitions.
+            mixes_rewards: whether batches also contain stored rewards.
         """
-        if self._desired not in storage.layout.described:
-            self._auditor = None
+        if self._desired_key not in storage.layout.described:
+            self._audit_process = None
             return
         with torch.random.fork_rng(devices=[]):  # a reward_fn may draw random numbers
             audit = self.audit(storage, _NUM_AUDITED)
-        self._auditor = None  # before the warnings, which may be errors
+        self._audit_process = None  # before the warnings, which may be errors
         if mixes_rewards and not audit.passed:
             warn_caller(
                 f"reward_fn differs from the stored reward on {len(audit.slots):,} of "
@@ -286,9 +314,11 @@ class GoalRelabel(ReplayTransform):
             )
 
     def __repr__(self) -> str:
-        named = {"terminated_fn": self.terminated_fn, "goal_key": self._goal_key}
-        shown = [f"{name}={_shown(value)}" for name, value in named.items() if value is not None]
-        return f"{type(self).__name__}({', '.join([_shown(self.reward_fn), *shown])})"
+        options = {"terminated_fn": self.terminated_fn, "goal_key": self._goal_key}
+        arguments = [
+            f"{name}={_repr(value)}" for name, value in options.items() if value is not None
+        ]
+        return f"{type(self).__name__}({', '.join([_repr(self.reward_fn), *arguments])})"
 
 
 def goal_values(
@@ -298,10 +328,10 @@ def goal_values(
     goals: torch.Tensor,
     infos: dict[NestedKey, torch.Tensor],
 ) -> torch.Tensor:
-    """Calls a goal function with a batch, and checks what it returns.
+    """Calls a goal function with a batch, and checks the result.
 
     Args:
-        name: of the function, for messages.
+        name: name of the function, for messages.
         function: as in `GoalRelabel`.
         achieved: `[B, *G]`.
         goals: `[B, *G]`.
@@ -311,7 +341,7 @@ def goal_values(
         `[B]` or `[B, 1]` on the device of the goals, without gradients.
 
     Raises:
-        TypeError, ValueError, RuntimeError: the function failed with one of these, or did not return one
+        TypeError, ValueError, RuntimeError: the function raised such an error, or did not return one
             value per transition.
     """
     size = len(achieved)
@@ -334,18 +364,18 @@ def goal_values(
             result = torch.as_tensor(result, device=achieved.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(message(f"returned a {type(result).__name__}")) from error
-    if result.requires_grad:  # as that of a learned model
+    if result.requires_grad:  # a learned reward model
         result = result.detach()
     if result.shape not in ((size,), (size, 1)):
         raise ValueError(message(f"returned the shape {[*result.shape]}"))
     return result
 
 
-def _spread(mask: torch.Tensor, rows: Rows, values: torch.Tensor) -> torch.Tensor:
-    """Returns a mask `[B]` with the further dimensions of values `[*n, B, ...]`."""
+def _expand_mask(mask: torch.Tensor, rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    """Returns a mask `[B]` with the trailing dimensions of values `[*n, B, ...]`."""
     return mask.view(-1, *(1,) * (values.ndim - rows.slots.ndim))
 
 
-def _shown(part: Any) -> str:
-    """Returns the name of a function, or the repr of anything else."""
-    return getattr(part, "__name__", repr(part))
+def _repr(value: Any) -> str:
+    """Returns the name of a function, or the repr of any other value."""
+    return getattr(value, "__name__", repr(value))
