@@ -23,39 +23,42 @@ __all__ = [
     "sequence_priority",
 ]
 
-# torch promotes these with no other integers.
+# torch does not promote these with other integers.
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
 
 
 def num_of_each(total: int, shares: Sequence[float]) -> list[int]:
-    """Splits a number by shares: rounds all parts down, then the largest remainders up.
+    """Splits a number by fractions: rounds all counts down, then those with the largest remainders up.
 
-    Of equal remainders the first are rounded up.
+    If remainders are equal, the first counts are rounded up.
 
     Args:
         total: the number.
-        shares: at least 0, with sum 1.
+        shares: fractions, at least 0, with sum 1.
+
+    Returns:
+        the counts, with sum `total`.
 
     >>> num_of_each(7, [0.5, 0.3, 0.2])
     [4, 2, 1]
     """
-    # Rounded: 0.3 * 10 must be 3, not 3 and a tiny remainder.
-    parts = [round(total * share, 9) for share in shares]
-    counts = [math.floor(part) for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda at: counts[at] - parts[at])
-    for at in by_remainder[: total - sum(counts)]:
-        counts[at] += 1
+    # Rounded, because 0.3 * 10 must be 3, not 3 and a tiny remainder.
+    quotas = [round(total * share, 9) for share in shares]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
     return counts
 
 
 def even_turns(counts: Sequence[int]) -> list[int]:
-    """Interleaves groups, so that every stretch has about the same share of each.
+    """Interleaves groups, so that every stretch contains about the same fraction of each group.
 
     Args:
         counts: the size of each group.
 
     Returns:
-        the group at each of the `sum(counts)` places.
+        the group at each of the `sum(counts)` positions.
 
     >>> even_turns([2, 4])
     [1, 0, 1, 1, 0, 1]
@@ -74,7 +77,7 @@ def even_order(counts: Sequence[int]) -> Tensor:
         counts: the size of each group.
 
     Returns:
-        `[sum(counts)]` int64, the index of the member at each place; each group keeps its order.
+        `[sum(counts)]` int64, the index of the member at each position; each group keeps its order.
 
     >>> even_order([2, 4]).tolist()
     [2, 0, 3, 4, 1, 5]
@@ -85,8 +88,8 @@ def even_order(counts: Sequence[int]) -> Tensor:
 def return_dtype(reward: torch.dtype) -> torch.dtype:
     """Returns the dtype of sums of discounted rewards.
 
-    The dtype of floating rewards itself; the default dtype, but at least float32, for bool and integers
-    of 8 or 16 bits; float64 for larger integers.
+    Floating rewards keep their dtype. Sums of bool and of 8- or 16-bit integers have the default dtype,
+    but at least float32; sums of larger integers are float64.
 
     Raises:
         TypeError: rewards are complex.
@@ -103,12 +106,12 @@ def return_dtype(reward: torch.dtype) -> torch.dtype:
 
 
 def relabelled_dtype(stored: torch.dtype, computed: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a batch's rewards if some are stored and some computed.
+    """Returns the dtype of the rewards of a batch that contains stored and computed rewards.
 
-    The stored dtype if it is floating, else one that holds both.
+    The stored dtype if it is floating, else a dtype that can hold both.
 
     Raises:
-        TypeError: one of them is complex.
+        TypeError: one of the dtypes is complex.
 
     >>> relabelled_dtype(torch.float32, torch.float64), relabelled_dtype(torch.int64, torch.float32)
     (torch.float32, torch.float64)
@@ -129,20 +132,21 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
 
         R_t = Σ γ^i · r_{t+i},  i = 0 .. T - 1 - t
 
-    Decision transformers are conditioned on it; it is the target of Monte Carlo methods. Nothing is
-    bootstrapped after the last step.
+    Decision transformers are conditioned on returns to go, and Monte Carlo methods use them as targets.
+    The sum ends with the last step: no value is bootstrapped.
 
     Args:
         reward: r, `[*B, T]` or `[*B, T, ...]`, such as `("next", "reward")` of `sample_episodes`.
-        mask: bool `[*B, T]`, False on padding, which is ignored; `("collector", "mask")` there.
+        mask: bool `[*B, T]`, False on padding, which is ignored, such as `("collector", "mask")` of
+            `sample_episodes`.
         discount: γ in [0, 1].
 
     Returns:
-        R, of the shape of `reward`, 0 on padding; summed in float64, whatever the dtype of the rewards.
+        R, of the shape of `reward`, 0 on padding; summed in float64 for rewards of any dtype.
 
     Raises:
         ValueError: `discount` is outside [0, 1], or `mask` does not have the leading shape of `reward`,
-            or also has its last dimension of size 1.
+            or `mask` has the last dimension of size 1 of `reward`.
 
     Reference: Chen et al. 2021, Decision Transformer, arXiv:2106.01345.
 
@@ -155,45 +159,45 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     discount = validation.number("discount", discount, at_least=0, at_most=1)
     validation.tensor("reward", reward)
     shape = validation.tensor("mask", mask, dtype=torch.bool).shape
-    # That of [*B, T, 1] would pass for many episodes of one step.
+    # A mask [*B, T, 1] would mean B * T episodes of one step.
     is_too_deep = mask.ndim > 2 and shape == reward.shape and shape[-1] == 1
     if not mask.ndim or reward.shape[: mask.ndim] != shape or is_too_deep:
         raise ValueError(
-            "mask must have the leading shape of reward, without the last dimension of size 1, which "
-            f"squeeze(-1) drops: [*B, T] of {list(reward.shape)}, got {list(shape)}."
+            f"mask must have the leading dimensions [*B, T] of reward {list(reward.shape)}, got "
+            f"{list(shape)}. To drop a last dimension of size 1 use mask.squeeze(-1)."
         )
-    counts = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
-    # where, not a product: padding may be infinite.
-    total = torch.where(counts, reward, 0).double()
-    time, reach, factor = mask.ndim - 1, 1, discount
-    # Doubling: from sums over `reach` steps to sums over twice as many.
-    while reach < shape[-1] and factor:
-        onward = total.narrow(time, reach, shape[-1] - reach)
-        ahead = torch.cat([onward, torch.zeros_like(total.narrow(time, 0, reach))], time)
-        total = total + factor * ahead
-        reach, factor = 2 * reach, factor**2
-    return torch.where(counts, total, 0).to(return_dtype(reward.dtype))
+    is_step = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
+    # `where`, not a product, because padding may be infinite.
+    sums = torch.where(is_step, reward, 0).double()
+    time_dim, num_steps, factor = mask.ndim - 1, 1, discount
+    # Each pass extends the sums from `num_steps` steps to twice as many.
+    while num_steps < shape[-1] and factor:
+        shifted = sums.narrow(time_dim, num_steps, shape[-1] - num_steps)
+        zeros = torch.zeros_like(sums.narrow(time_dim, 0, num_steps))
+        sums = sums + factor * torch.cat([shifted, zeros], time_dim)
+        num_steps, factor = 2 * num_steps, factor**2
+    return torch.where(is_step, sums, 0).to(return_dtype(reward.dtype))
 
 
 def sequence_priority(td_error: Tensor, eta: float = 0.9, mask: Tensor | None = None) -> Tensor:
-    """Mixes the errors of a sequence into one priority: mostly the largest, partly the mean.
+    """Reduces the TD errors of a sequence to one priority, a mixture of the maximum and the mean.
 
         p = eta * max_t |delta_t| + (1 - eta) * mean_t |delta_t|
 
-    The mean alone would wash out a single surprise in a long sequence. The exponent alpha belongs
-    to the sampler, which applies it afterwards.
+    In a long sequence the mean alone would hide a single large error. The priority exponent alpha is not
+    applied here, because `PERSampler` applies it.
 
     Args:
         td_error: delta, `[..., T]`.
-        eta: share of the maximum, in [0, 1].
-        mask: bool `[..., T]`, False on steps to ignore, such as padding and burn-in; None uses all. A
-            sequence with every step masked has priority 0.
+        eta: weight of the maximum, in [0, 1].
+        mask: bool `[..., T]`, False on steps to ignore, such as padding and burn-in; None uses all steps.
+            A sequence whose mask is False everywhere has priority 0.
 
     Returns:
         `[...]` priorities.
 
     Raises:
-        ValueError: `eta` is outside [0, 1], or `mask` has another shape than `td_error`.
+        ValueError: `eta` is outside [0, 1], or `mask` does not have the shape of `td_error`.
 
     Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement
     Learning (R2D2), section 2.3.
@@ -213,7 +217,7 @@ def sequence_priority(td_error: Tensor, eta: float = 0.9, mask: Tensor | None = 
         raise ValueError(
             f"mask must have td_error's shape {list(td_error.shape)}, got {list(mask.shape)}."
         )
-    # where, not a product: masked errors may be NaN.
+    # `where`, not a product, because masked errors may be NaN.
     error = torch.where(mask, error, 0.0)
     count = mask.sum(-1).clamp(min=1)
     return eta * error.amax(-1) + (1 - eta) * error.sum(-1) / count

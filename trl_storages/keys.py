@@ -54,7 +54,7 @@ TERMINATED: NestedKey = ("next", "terminated")
 TRUNCATED: NestedKey = ("next", "truncated")
 TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
 
-# Entries of a sampled batch besides the stored fields.
+# Entries of a sampled batch in addition to the stored fields.
 INDEX: NestedKey = "index"
 MASK: NestedKey = ("collector", "mask")
 GOAL_INDEX: NestedKey = "goal_index"
@@ -100,43 +100,43 @@ def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
 
 
 def check_storable(key: NestedKey) -> None:
-    """Raises a ValueError if a name is empty, or if sampling sets this key in batches."""
+    """Raises a ValueError if a name of a key is empty, or if sampling sets the key in batches."""
     if not all(key_path(key)):
         raise ValueError(
             f"a stored field must have a name, got the empty name in {key!r}: rename it in its space, "
             "info_keys, extra_fields, fields or data."
         )
-    if (other := overlapping(key, _SET_BY_SAMPLING)) is not None:
+    if (reserved := overlapping(key, _SET_BY_SAMPLING)) is not None:
         raise ValueError(
-            f"a stored field must not have a name that sampling sets in batches, got {key!r}, where they "
-            f"have {other!r}: rename it in its space, info_keys, extra_fields, fields or data."
+            f"a stored field must not have a name that sampling sets in batches, got {key!r}, which "
+            f"overlaps {reserved!r}: rename it in its space, info_keys, extra_fields, fields or data."
         )
 
 
 def check_free(key: NestedKey, taken: Iterable[NestedKey]) -> None:
-    """Raises a ValueError if a transition with the keys `taken` has no place for `key`."""
-    if (other := overlapping(key, taken)) is not None:
+    """Raises a ValueError if `key` overlaps one of the keys `taken` of a transition."""
+    if (conflict := overlapping(key, taken)) is not None:
         raise ValueError(
-            f"the keys of a transition must differ, got {key!r} beside {other!r}; rename one of them."
+            f"the keys of a transition must differ, got {key!r} and {conflict!r}: rename one of them."
         )
 
 
 def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None:
-    """Returns the first of `others` that is equal to, or nested with, `key`; None if there is none.
+    """Returns the first of `others` that equals `key`, or contains or is contained in it; else None.
 
     >>> overlapping(("next", "reward"), ["next"]), overlapping("reward", [("next", "reward")])
     ('next', None)
     """
     path = key_path(key)
-    for other in others:
-        # A key that is a prefix of another would be both a tensor and a branch.
-        if all(one == its for one, its in zip(path, key_path(other), strict=False)):
-            return other
+    for candidate in others:
+        # A key that is a prefix of another key would be both a tensor and a TensorDict.
+        if all(a == b for a, b in zip(path, key_path(candidate), strict=False)):
+            return candidate
     return None
 
 
-# Entries with these names belong to a single step and do not carry over to the next.
-_OF_A_STEP = frozenset({"reward", "done", "terminated", "truncated", "step_count"})
+# Entries with these names belong to a single step: the next step does not begin with their next values.
+_STEP_NAMES = frozenset({"reward", "done", "terminated", "truncated", "step_count"})
 
 
 def next_key(key: NestedKey) -> NestedKey:
@@ -149,9 +149,9 @@ def next_key(key: NestedKey) -> NestedKey:
 
 
 def info_key(key: NestedKey) -> NestedKey:
-    """Returns where an entry of `info_keys` is stored: a plain name under `next`, a nested key as it is.
+    """Returns the key under which an info is stored: a plain name under `next`, a nested key unchanged.
 
-    An info describes what the step led to; TorchRL's info readers write it there as well.
+    Infos describe the outcome of a step, and TorchRL's info readers also write them under `next`.
 
     >>> info_key("force"), info_key(("robot", "force"))
     (('next', 'force'), ('robot', 'force'))
@@ -160,43 +160,43 @@ def info_key(key: NestedKey) -> NestedKey:
 
 
 def stored_info(key: NestedKey, stored: Container[NestedKey]) -> NestedKey:
-    """Returns where an info is read: as in `info_key`, or at the root if it is not stored there.
+    """Returns the key of a stored info: `info_key(key)` if it is stored, else `key`.
 
     >>> stored_info("force", ["action", ("next", "force")]), stored_info("action", ["action"])
     (('next', 'force'), 'action')
     """
-    return found if (found := info_key(key)) in stored else key
+    return under_next if (under_next := info_key(key)) in stored else key
 
 
 def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value is the next row's value within an episode.
+    """Returns the entries whose next value is the value of the next transition of the episode.
 
     Args:
-        keys: the keys of a row.
+        keys: the keys of a transition.
 
     >>> continued_keys(["pixels", ("next", "pixels"), "done", ("next", "done")])
     ['pixels']
     """
     if OBSERVATION in keys and next_key(OBSERVATION) in keys:
         return [OBSERVATION]
-    # A goal may be resampled within an episode.
+    # The desired goal is excluded, because an environment may change it within an episode.
     return [key for key in shared_keys(keys) if key != DESIRED_GOAL]
 
 
 def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value may be the next row's value.
+    """Returns the entries whose next value may be the value of the next transition.
 
     Args:
-        keys: the keys of a row.
+        keys: the keys of a transition.
 
     >>> shared_keys(["observation", ("next", "observation"), "desired_goal", ("next", "desired_goal")])
     ['observation', 'desired_goal']
     """
-    return [key for key in keys if key_path(key)[-1] not in _OF_A_STEP and next_key(key) in keys]
+    return [key for key in keys if key_path(key)[-1] not in _STEP_NAMES and next_key(key) in keys]
 
 
 def have_next(keys: Collection[NestedKey]) -> bool:
-    """Returns whether an entry of a row has a next value that is no by-product of TorchRL's.
+    """Returns whether an entry has a next value, except `is_init`, which TorchRL's InitTracker adds.
 
     >>> have_next(["observation", "is_init", ("next", "reward"), ("next", "is_init")])
     False
@@ -214,12 +214,12 @@ def leaves(
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the path and value of each leaf of nested mappings; the inverse of `nested`.
 
-    An empty mapping within others is a leaf, so that it is not dropped without a word.
+    An empty mapping within a mapping is a leaf, so that it is not dropped silently.
 
     Args:
         tree: a mapping, or a single value.
-        what: its name in messages.
-        path: path of `tree` itself.
+        what: name of `tree` in messages.
+        path: path of `tree`.
 
     Raises:
         TypeError: a name is not a string.
@@ -237,7 +237,7 @@ def leaves(
 
 
 def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    """Builds nested dictionaries from (path, value) pairs; no path may be a prefix of another.
+    """Builds nested dictionaries from (path, value) pairs; no path may be a prefix of another path.
 
     >>> nested([(("goals", "last"), 1), (("speed",), 2)])
     {'goals': {'last': 1}, 'speed': 2}

@@ -420,16 +420,12 @@ class ComponentSetting:
 
     def _components_of(self, owner: Any) -> list[Any]:
         """Returns the components that have the setting."""
-        components = [
-            component
-            for component in owner.components()
-            if isinstance(getattr(type(component), self._name, None), Setting)
-        ]
-        if not components:
-            raise AttributeError(
-                f"no component of this {type(owner).__name__} has {self._name!r}: pass {self._argument}."
-            )
-        return components
+        settings = [(x, getattr(type(x), self._name, None)) for x in owner.components()]
+        if components := [x for x, setting in settings if isinstance(setting, Setting)]:
+            return components
+        raise AttributeError(
+            f"no component of this {type(owner).__name__} has {self._name!r}: pass {self._argument}."
+        )
 
 
 class Strict:

@@ -153,7 +153,7 @@ class TestRelabel:
             ({"transform": GoalRelabel(no_reward)}, r"HERSampler\(\)"),
             ({"transform": GoalRelabel(no_reward, goal_key="other")}, r"HERSampler\(.*'other'"),
             ({"transform": NStep(3, steps_to_next_obs_key=("next", "effort"))}, "n-step"),
-            ({"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]}, "before"),
+            ({"sampler": HERSampler(), "transform": [NStep(3), GoalRelabel(no_reward)]}, "precede"),
             ({"sampler": HERSampler(goal_key="to"), "transform": GoalRelabel(no_reward)}, "'to'"),
             (
                 {"sampler": HERSampler(), "transform": GoalRelabel(no_reward, info_keys=["force"])},
@@ -161,7 +161,7 @@ class TestRelabel:
             ),
         ],
     )
-    def test_parts_that_do_not_fit_together(self, parts, answer):
+    def test_components_that_do_not_fit_together_raise(self, parts, answer):
         storage = assemble(20, **parts)
         Lanes(20).write(storage, [ends([6, 6])])
         with pytest.raises((KeyError, RuntimeError, ValueError), match=answer):

@@ -1,4 +1,4 @@
-"""Samplers: which rows a batch consists of."""
+"""Samplers choose the transitions of a batch."""
 
 from trl_storages.samplers.base import ReplaySampler, layers_of
 from trl_storages.samplers.eta_schedule import ReturnImprovementEta

@@ -27,6 +27,7 @@ Reference = Literal["stored", "capacity"]
 
 # Smallest K of a phase that a write starts: with this K each update narrows the window by the factor eta.
 _MIN_UPDATES = 1000
+_STATE = "update", "num_updates", "written"
 
 
 @dataclass
@@ -165,16 +166,12 @@ class ERESampler(WrappingSampler):
     def state(self) -> State:
         """Returns k and K of the phase, and the number of steps written before the last draw, or -1."""
         phase = self._phase
-        return {
-            "update": phase.update,
-            "num_updates": phase.num_updates,
-            "written": phase.num_written,
-        }
+        numbers = phase.update, phase.num_updates, phase.num_written
+        return dict(zip(_STATE, numbers, strict=True))
 
     def prepare_load(self, state: Any) -> Adopt:
         """Checks a state, and returns a function that adopts the state."""
-        names = ("update", "num_updates", "written")
-        update, num_updates, num_written = required_items("ERESampler", state, names)
+        update, num_updates, num_written = required_items("ERESampler", state, _STATE)
         phase = _Phase(
             validation.integer("update", update),
             validation.integer("num_updates", num_updates),

@@ -100,8 +100,7 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
             batch_dims = parts.batch_dims if is_tensordict else max(values[1].ndim - 1, 0)
         shapes = [value.shape[batch_dims:] for value in values]
         self._set_shapes(shapes, [value.dtype for value in values])
-        vectors = [value.unsqueeze(-1) if value.ndim == batch_dims else value for value in values]
-        return torch.cat(vectors, -1)
+        return torch.cat([x.unsqueeze(-1) if x.ndim == batch_dims else x for x in values], -1)
 
     def unflatten(self, flat: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Splits a vector that `flatten` returned.
@@ -175,11 +174,8 @@ class FlattenGoal(CatTensors):  # type: ignore[misc]
             raise KeyError(f"observation_space must be {what}, got {[*space.keys()]}.") from error
         batch_dims = len(space.shape) if isinstance(space, Composite) else 0
         # As in a replay buffer, a Box without dimensions becomes a vector of size 1.
-        shapes = [
-            (1,) if isinstance(part, Box) and not part.shape else part.shape for part in parts
-        ]
-        sizes = [torch.Size(shape[batch_dims:]) for shape in shapes]
-        self._set_shapes(sizes, [part.dtype for part in parts])
+        shapes = [(1,) if isinstance(x, Box) and not x.shape else x.shape for x in parts]
+        self._set_shapes([torch.Size(x[batch_dims:]) for x in shapes], [x.dtype for x in parts])
 
     def _set_shapes(self, shapes: list[torch.Size], dtypes: list[Any]) -> None:
         if len(set(dtypes)) > 1:

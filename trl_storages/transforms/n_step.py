@@ -16,7 +16,7 @@ from trl_storages import keys, validation
 from trl_storages.entries.device import sent
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
-from trl_storages.storage import BatchRows, Rows
+from trl_storages.storage import BatchRows
 from trl_storages.transforms.base import ReplayTransform
 from trl_storages.validation import Setting
 
@@ -153,7 +153,16 @@ class NStep(ReplayTransform):
                 "rewards of the batch: change those of rows.steps."
             )
         rewards = [window[key] for key in reward_keys]
-        lengths = self._shorten(rows, window, reward_keys)
+        lengths, changes = rows.lengths, window.changes
+        if not rows.is_on_host:
+            lengths = sent(lengths, rows.device)
+        # A stored terminal step ends its episode, so only a recomputed flag can end a window earlier.
+        if self.terminated_key in changes:
+            lengths = _lengths_to_terminal(window[self.terminated_key], lengths)
+            rows.follow_window(lengths - 1)
+        for key in changes:
+            if key[0] == "next" and key not in reward_keys:
+                rows[key] = _values_at(window[key], lengths - 1)
         rows.steps, rows.window, rows.has_returns = rows, None, True
         shape = rewards[0].shape[1:]
         counts = lengths.view(-1, *(1,) * (len(shape) - 1))
@@ -163,25 +172,15 @@ class NStep(ReplayTransform):
             rows.changes[key] = _discounted_sums(values, lengths, self.discount, rows.is_on_host)
         rows.changes[self.steps_to_next_obs_key] = counts
 
-    def _shorten(self, rows: BatchRows, window: Rows, reward_keys: list[NestedKey]) -> torch.Tensor:
-        """Returns m `[B]`, and takes changed entries under `next` from the last step of each window."""
-        lengths, changes = rows.lengths, window.changes
-        if not rows.is_on_host:
-            lengths = sent(lengths, rows.device)
-        # A stored terminal step ends its episode, so only a recomputed flag can end a window earlier.
-        if self.terminated_key in changes:
-            flags = window[self.terminated_key]
-            is_terminal = flags.reshape(*flags.shape[:2], -1).any(2)
-            # The number of steps before the first terminal step, plus 1.
-            lengths = torch.minimum(lengths, (is_terminal.cumsum(0) == 0).sum(0) + 1)
-            rows.follow_window(lengths - 1)
-        for key in changes:
-            if key[0] == "next" and key not in reward_keys:
-                rows[key] = _values_at(window[key], lengths - 1)
-        return lengths
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"
+
+
+def _lengths_to_terminal(terminated: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Returns the lengths `[B]` of windows that end at the first terminal step of flags `[n, B, ...]`."""
+    is_terminal = terminated.reshape(*terminated.shape[:2], -1).any(2)
+    # The number of steps before the first terminal step, plus 1.
+    return torch.minimum(lengths, (is_terminal.cumsum(0) == 0).sum(0) + 1)
 
 
 def _values_at(values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class GoalRelabel(ReplayTransform):
             )
         # Goals are copied from the next achieved goal to these keys.
         self._written_keys = written_key, keys.next_key(written_key)
-        self._next_achieved_key = keys.next_key(achieved_key)
+        self._achieved_key = keys.next_key(achieved_key)
         self._index_key, self._mask_key = keys.goal_entries(self.goal_key)
         self._reward_key = validation.key("reward_key", reward_key)
         self._done_key = validation.key("done_key", done_key)
@@ -159,38 +159,29 @@ class GoalRelabel(ReplayTransform):
                 "Compose(GoalRelabel(...), NStep(...))."
             )
         try:
-            goal_slots, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
+            slots, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
         except KeyError as error:
             argument = "" if self._goal_key is None else f"goal_key={self._goal_key!r}"
             raise KeyError(
                 f"the batch has no {error}: GoalRelabel writes the goals that a HERSampler draws; pass "
                 f"sampler=HERSampler({argument}) to the ReplayStorage."
             ) from None
-        rows.paste(
-            self._written_keys,
-            self._next_achieved_key,
-            goal_slots,
-            mask,
-            default=self._desired_key,
-        )
-        if self.reward_fn is not None:
-            goals, is_relabelled = rows[self._written_keys[0]], rows.changes[self._mask_key]
-            self._set_rewards(rows.steps, goals, is_relabelled)
-            if self.terminated_fn is not None:
-                self._set_flags(rows.steps, goals, is_relabelled)
-
-    def _set_rewards(self, steps: Rows, goals: torch.Tensor, is_relabelled: torch.Tensor) -> None:
-        """Recomputes the rewards of steps `[*n, B]` with goals `[B, *G]` where `is_relabelled` `[B]`."""
-        stored = steps[self._reward_key]
+        rows.paste(self._written_keys, self._achieved_key, slots, mask, default=self._desired_key)
+        if self.reward_fn is None:
+            return
+        steps, goals = rows.steps, rows[self._written_keys[0]]
+        stored, is_relabelled = steps[self._reward_key], rows.changes[self._mask_key]
         reward = self._values("reward_fn", steps, goals, stored)
         if stored.dtype is not reward.dtype:
             dtype = relabelled_dtype(stored.dtype, reward.dtype)
             stored, reward = stored.to(dtype), reward.to(dtype)
-        mask = _expand_mask(is_relabelled, steps, stored)
-        steps.changes[self._reward_key] = torch.where(mask, reward, stored)
+        is_chosen = _expand_mask(is_relabelled, steps, stored)
+        steps.changes[self._reward_key] = torch.where(is_chosen, reward, stored)
+        if self.terminated_fn is not None:
+            self._set_flags(steps, goals, is_relabelled)
 
     def _set_flags(self, steps: Rows, goals: torch.Tensor, is_relabelled: torch.Tensor) -> None:
-        """Recomputes the terminal and done flags, as `_set_rewards` the rewards."""
+        """Recomputes the flags of steps `[*n, B]` for goals `[B, *G]` where `is_relabelled` `[B]`."""
         stored, done = steps[self._terminated_key], steps[self._done_key]
         terminated = self._values("terminated_fn", steps, goals, stored)
         if terminated.dtype is not torch.bool:
@@ -218,7 +209,7 @@ class GoalRelabel(ReplayTransform):
         Returns:
             the values, in the shape of `stored`.
         """
-        achieved, batch = rows[self._next_achieved_key], rows.slots.shape
+        achieved, batch = rows[self._achieved_key], rows.slots.shape
         if stored.numel() != batch.numel():
             raise ValueError(
                 f"GoalRelabel needs one reward and one flag per transition, {[*batch, 1]}, because "
@@ -265,20 +256,15 @@ class GoalRelabel(ReplayTransform):
         differs = stored != computed  # for integers, which float64 rounds from 2^53 on
         if dtype.is_floating_point:
             differs = ~torch.isclose(computed.double(), stored.double(), rtol=1e-5, atol=1e-6)
-        num_ends = self._num_successes(rows, stored)
+        num_ends = 0
+        if self._terminated_key in rows:
+            is_end = rows[self._terminated_key].reshape(-1)
+            has_both = is_end.any() and not is_end.all()
+            if has_both and stored[is_end].double().min() > stored[~is_end].double().max():
+                num_ends = int(is_end.sum())
         return RelabelAudit(
             len(slots), slots[differs.cpu()], stored[differs], computed[differs], num_ends
         )
-
-    def _num_successes(self, rows: Rows, rewards: torch.Tensor) -> int:
-        """Returns the number of terminated transitions if their rewards exceed all others, else 0."""
-        if self._terminated_key not in rows:
-            return 0
-        terminated = rows[self._terminated_key].reshape(-1)
-        if not terminated.any() or terminated.all():
-            return 0
-        least, largest = rewards[terminated].double().min(), rewards[~terminated].double().max()
-        return int(terminated.sum()) if least > largest else 0
 
     @property
     def is_audit_due(self) -> bool:
