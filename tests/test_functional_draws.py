@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trl_storages.functional import even_order, num_of_each
 
 
-def test_parts_of_a_whole_by_hand():
+def test_num_of_each_by_hand():
     assert num_of_each(10, [0.5, 0.3, 0.2]) == [5, 3, 2]
     assert num_of_each(7, [0.5, 0.3, 0.2]) == [4, 2, 1]  # 3.5, 2.1, 1.4
     assert num_of_each(2, [1 / 3, 1 / 3, 1 / 3]) == [1, 1, 0]
@@ -19,7 +19,7 @@ def test_parts_of_a_whole_by_hand():
     total=st.integers(0, 300),
     parts=st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any),
 )
-def test_the_largest_remainders_are_rounded_up(total, parts):
+def test_largest_remainders_are_rounded_up(total, parts):
     due = [Fraction(total * part, sum(parts)) for part in parts]
     counts = num_of_each(total, [part / sum(parts) for part in parts])
     assert sum(counts) == total
@@ -33,7 +33,7 @@ def test_the_largest_remainders_are_rounded_up(total, parts):
 
 
 @given(counts=st.tuples(st.integers(0, 40), st.integers(0, 40)).filter(any))
-def test_every_part_of_a_batch_has_its_share(counts):
+def test_every_stretch_contains_the_fraction_of_each_group(counts):
     order = even_order(counts)
     assert sorted(order.tolist()) == list(range(sum(counts)))
     sums = [0, *(order < counts[0]).long().cumsum(0).tolist()]

@@ -57,17 +57,17 @@ def assert_uniform(counts, steps):
 
 @pytest.mark.requirement("uniform-ring")
 class TestUniform:
-    def test_a_full_ring(self):
+    def test_full_ring_is_uniform(self):
         storage, lanes = assemble(1000), Lanes(1000)
         lanes.write(storage, [ends([50] * 34)])
         assert_uniform(counted(storage, lanes, 1_000_000, 20_000), lanes.live())
 
     @each_history
-    def test_exactly_what_is_live(self, history):
+    def test_only_stored_transitions_are_sampled(self, history):
         storage, lanes = filled(history)
         assert_uniform(counted(storage, lanes, 20_000), lanes.live())
 
-    def test_while_it_fills(self):
+    def test_partly_filled_ring_is_uniform(self):
         storage, lanes = assemble(12, 3), Lanes(12, 3)
         for named in ([1], [0, 2], [1], [1], [0, 1, 2], [2], [2], [2]):
             lanes.write(storage, [[False]] * len(named), named)
@@ -81,7 +81,7 @@ class TestEpochs:
         ("history", "batch_size"),
         [("unequal fill", 1), ("unequal fill", 5), ("unequal fill", 16), ("one lane wrapped", 4)],
     )
-    def test_each_row_comes_once_an_epoch(self, history, batch_size):
+    def test_each_transition_is_sampled_once_per_epoch(self, history, batch_size):
         sampler = UniformSampler(without_replacement=True)
         storage, lanes = filled(HISTORIES[history], sampler=sampler)
         size, drawn = len(lanes.live()), []
@@ -92,7 +92,7 @@ class TestEpochs:
         assert [Counter(order) for order in orders] == [Counter(lanes.live())] * 3
         assert orders[0] != orders[1] != orders[2]
 
-    def test_an_epoch_is_of_the_rows_that_are_live_at_its_beginning(self):
+    def test_epoch_contains_transitions_stored_when_it_began(self):
         storage, lanes = assemble(10, sampler=UniformSampler(without_replacement=True)), Lanes(10)
         lanes.write(storage, [ends([4, 6])])
         first = lanes.of(storage.sample(4))
@@ -101,7 +101,7 @@ class TestEpochs:
         assert Counter(lanes.of(storage.sample(len(rest)))) == Counter(rest)
 
     @pytest.mark.parametrize("other", ["memory", "directory", "device"])
-    def test_an_epoch_goes_on_after_loading(self, place, other):
+    def test_loaded_epoch_continues(self, place, other):
         if other not in PLACES or (place == "device") != (other == "device"):
             pytest.skip("a device is a setting of the process")
         saved, loaded = (
@@ -135,7 +135,7 @@ class TestEpochs:
             assert Counter(lanes.of(storage.sample(10))) == Counter(lanes.live())
 
     @pytest.mark.parametrize(("is_drawing", "num_rows"), [(True, 9), (False, 3), (False, 9)])
-    def test_an_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
+    def test_emptied_storage_begins_an_epoch(self, place, is_drawing, num_rows):
         sampler = UniformSampler(without_replacement=True)
         storage, lanes = assemble(10, place=place, sampler=sampler), Lanes(10)
         lanes.write(storage, [ends([4])])
@@ -148,7 +148,7 @@ class TestEpochs:
         lanes.write(storage, [ends([num_rows])])
         assert Counter(lanes.of(storage.sample(num_rows))) == Counter(lanes.live())
 
-    def test_all_orders_are_as_likely(self):
+    def test_orders_of_an_epoch_are_equally_likely(self):
         storage, lanes = assemble(3, sampler=UniformSampler(without_replacement=True)), Lanes(3)
         lanes.write(storage, [ends([], 3)])
         orders = Counter(tuple(ids_of(storage.sample(3)).tolist()) for _ in range(600))
@@ -198,7 +198,7 @@ class TestGoals:
         [pytest.param(s, marks=pytest.mark.requirement(f"her-{s}")) for s in STRATEGIES[:-1]]
         + [pytest.param("current", marks=pytest.mark.requirement("goal-current"))],
     )
-    def test_uniform_over_the_outcomes_that_are_allowed(self, history, strategy):
+    def test_goals_are_uniform_over_the_steps_of_the_strategy(self, history, strategy):
         storage, lanes = filled(history, **relabelling(HERSampler(strategy, float("inf"))))
         pairs = relabelled(storage, lanes, 30 * len(lanes.live()) ** 2)
         assert {anchor for anchor, _ in pairs} == set(lanes.live())
@@ -239,7 +239,7 @@ class TestGoals:
                 assert goal in lanes.goals(anchor, strategy)
 
     @pytest.mark.requirement("her-unfinished")
-    def test_a_cut_ends_the_reach_of_goals(self):
+    def test_goals_do_not_cross_a_split(self):
         storage, lanes = assemble(20, 2, **relabelling(HERSampler("episode"))), Lanes(20, 2)
         for _ in range(3):
             lanes.write(storage, [[False] * 3] * 2)
@@ -249,7 +249,7 @@ class TestGoals:
 
     @pytest.mark.requirement("her-ratio")
     @pytest.mark.parametrize("num_goals", [0, 1, 2, 4, 300, float("inf")])
-    def test_exactly_that_many_rows_evenly_spread(self, num_goals):
+    def test_relabelled_transitions_have_exact_counts_evenly_spread(self, num_goals):
         storage, lanes = assemble(40, **relabelling(HERSampler("future", num_goals))), Lanes(40)
         lanes.write(storage, [ends([], 40)])
         part = 1 if num_goals == float("inf") else num_goals / (num_goals + 1)
@@ -266,7 +266,7 @@ class TestGoals:
 
     @pytest.mark.requirement("goal-mixtures")
     @pytest.mark.parametrize("last", ["final", "geometric"])
-    def test_a_mixture_in_exact_counts(self, last):
+    def test_mixture_has_exact_counts(self, last):
         """By largest remainder, of which any part of the batch has its share."""
         sampler = HERSampler({"future": 0.5, last: 0.3, "current": 0.2}, 4, discount=1)
         # So many that no future goal is by chance one of the others.
@@ -338,7 +338,7 @@ def assert_priorities(storage, lanes, raw, alpha, beta=1.0, normalize="batch"):
 class TestPriorities:
     @pytest.mark.parametrize("normalize", ["batch", "storage", "none"])
     @pytest.mark.parametrize("alpha", [0.5, 1.0, 0.0])
-    def test_by_their_power(self, alpha, normalize):
+    def test_probabilities_are_powers_of_priorities(self, alpha, normalize):
         sampler = PERSampler(24, alpha=alpha, beta=0.7, eps=1e-9, normalize=normalize)
         history = HISTORIES["unequal fill"]
         storage = assemble(history.size, history.lanes, sampler=sampler)
@@ -372,7 +372,7 @@ class TestPriorities:
         return {step: priority(step) for step in lanes.live()}
 
     @pytest.mark.requirement("per-new")
-    def test_an_emptied_storage_begins_anew(self):
+    def test_emptied_storage_discards_priorities(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=0.5, beta=1.0, eps=1e-9)), Lanes(8)
         index = lanes.write(storage, [ends([4])])[0]
         storage.update_priority(index, torch.full((4,), 100.0))
@@ -424,7 +424,7 @@ class TestPriorities:
         assert_priorities(storage, lanes, raw, storage.alpha)
 
     @pytest.mark.requirement("per-update")
-    def test_of_duplicates_the_last_wins(self):
+    def test_last_priority_of_duplicate_slots_counts(self):
         storage, lanes = assemble(8, sampler=PERSampler(8, alpha=1.0, beta=1.0, eps=1e-9)), Lanes(8)
         lanes.write(storage, [ends([4])])
         batch = storage.sample(40)
@@ -434,7 +434,7 @@ class TestPriorities:
         assert_priorities(storage, lanes, raw, 1.0)
 
     @pytest.mark.requirement("per-update")
-    def test_rows_that_were_overwritten_meanwhile_keep_their_own(self):
+    def test_priorities_of_overwritten_transitions_are_skipped(self):
         storage, lanes = assemble(6, sampler=PERSampler(6, alpha=1.0, beta=1.0, eps=1e-9)), Lanes(6)
         lanes.write(storage, [ends([6])])
         batch = storage.sample(60)
@@ -450,7 +450,7 @@ class TestPriorities:
         storage.update_tensordict_priority(batch)  # all of them
         assert_priorities(storage, lanes, dict.fromkeys(lanes.live(), 1.0), 1.0)
 
-    def test_a_row_without_error_is_still_drawn(self):
+    def test_transition_with_priority_zero_is_sampled(self):
         storage, lanes = assemble(2, sampler=PERSampler(2, alpha=1.0, beta=1.0, eps=0.5)), Lanes(2)
         index = lanes.write(storage, [ends([2])])[0]
         storage.update_priority(index, torch.tensor([0.0, 0.5]))
@@ -492,15 +492,15 @@ class TestPriorities:
             storage.alpha = alpha
             assert_priorities(storage, lanes, raw, alpha)
 
-    @pytest.mark.parametrize("are_handed_back", [False, True])
-    def test_priorities_that_are_never_handed_back_are_missed_once(self, are_handed_back):
+    @pytest.mark.parametrize("has_updates", [False, True])
+    def test_missing_priority_updates_warn_once(self, has_updates):
         storage = assemble(8, sampler=PERSampler(8), batch_size=2)
         Lanes(8).write(storage, [ends([3])])
-        if are_handed_back:
+        if has_updates:
             storage.update_priority(torch.arange(3), torch.ones(3))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            for num_warned in (0, not are_handed_back):
+            for num_warned in (0, not has_updates):
                 for _ in range(1000):
                     storage.sample()
                 assert ["priorit" in str(it.message) for it in warned] == [True] * num_warned
@@ -705,7 +705,7 @@ class TestEta:
             scheduler.step(value)
             assert 0.1 <= storage.eta <= 1
 
-    def test_a_saved_rule_goes_on_alike(self):
+    def test_saved_scheduler_continues(self):
         returns, etas = [1.0, 4.0, 2.0, 2.0, 1.0, 5.0, 3.0], []
         for saved_after in (None, 4):
             storage = assemble(10, sampler=ERESampler(eta=0.5))
@@ -719,7 +719,7 @@ class TestEta:
             etas.append(storage.eta)
         assert etas[0] == etas[1]
 
-    def test_it_finds_the_recency_below_other_samplers(self):
+    def test_scheduler_sets_eta_of_wrapped_samplers(self):
         storage = assemble(10, **relabelling(HERSampler(base=ERESampler(eta=0.5))))
         scheduler = library.ReturnImprovementEta(storage, num_returns=2)
         scheduler.step([0.0, 1.0])

@@ -92,6 +92,10 @@ MESSAGES = {
         lambda: setattr(library.HERSampler(), "eta", 0.5),
         r"pass base=ERESampler\(",
     ),
+    "negative refresh_ms": (
+        lambda: setattr(library.PERSampler(9), "refresh_ms", -1),
+        "refresh_ms must be",
+    ),
     "empty observation": (lambda: record(x=NUMBERS, y={}), "'y' must be numbers"),
 }
 

@@ -39,7 +39,7 @@ class TestRelabel:
             lambda reward: reward.clone().requires_grad_(),
         ],
     )
-    def test_forms_of_a_reward(self, form):
+    def test_rewards_of_every_shape_and_type_are_accepted(self, form):
         def reward(achieved, desired, _):
             assert achieved.shape == desired.shape == (len(achieved), 2)
             return -(achieved - desired)[:, 0] / 4
@@ -73,7 +73,7 @@ class TestRelabel:
         assert not [*relabel.parameters()]
         expected.load_state_dict(storage.state_dict())
 
-    def test_the_storage_stays_bit_for_bit(self):
+    def test_stored_transitions_are_unchanged(self):
         storage, _ = self.filled(
             lambda achieved, *_: torch.ones(len(achieved)), lambda a, d, _: a[:, 0] > 4
         )
@@ -96,7 +96,7 @@ class TestRelabel:
 
     @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
     @pytest.mark.parametrize("returns", [torch.clone, torch.Tensor.numpy], ids=["torch", "numpy"])
-    def test_functions_of_single_goals_are_told_of_batches(self, name, returns):
+    def test_functions_of_single_goals_raise_and_name_batches(self, name, returns):
         def reached(achieved, desired, _):
             return bool(returns(achieved) == returns(desired))
 
@@ -108,7 +108,7 @@ class TestRelabel:
     @pytest.mark.requirement("refused-is-unchanged")
     @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
     @pytest.mark.parametrize("name", ["reward_fn", "terminated_fn"])
-    def test_functions_that_are_wrong(self, name, wrong):
+    def test_functions_with_wrong_results_raise(self, name, wrong):
         storage, relabel = self.filled(no_reward)
         before = storage[:]
         setattr(relabel, name, wrong)
@@ -126,7 +126,7 @@ class TestRelabel:
             (torch.float32, torch.int64, False),
         ],
     )
-    def test_goals_keep_the_dtype_of_the_desired_one(self, achieved, desired, fits):
+    def test_goals_keep_the_dtype_of_the_desired_goal(self, achieved, desired, fits):
         def change(data):
             for part in (data, data["next"]):
                 part["achieved_goal"] = part["achieved_goal"].to(achieved)
@@ -174,7 +174,7 @@ class TestFlattenGoal:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
     @pytest.mark.parametrize("with_space", [False, True])
-    def test_one_vector_and_back(self, dtype, with_space):
+    def test_flatten_then_unflatten_returns_the_parts(self, dtype, with_space):
         parts = TensorDict(
             {
                 "desired_goal": torch.arange(5, 7).to(dtype).expand(4, 2),
@@ -204,7 +204,7 @@ class TestFlattenGoal:
             transform.flatten(flat)
 
     @pytest.mark.parametrize("del_keys", [False, True])
-    def test_of_a_batch_it_joins_the_drawn_goals(self, del_keys):
+    def test_vector_of_a_batch_contains_the_drawn_goals(self, del_keys):
         relabel = GoalRelabel(reward_fn, info_keys=["effort"])
         flatten = library.FlattenGoal(del_keys=del_keys)
         batches = []
@@ -219,7 +219,7 @@ class TestFlattenGoal:
             assert ("desired_goal" in [*after.keys()]) is not del_keys
 
     @pytest.mark.parametrize("num_after", [2, 3])
-    def test_numbers_are_vectors_of_one(self, num_after):
+    def test_scalars_become_vectors_of_size_one(self, num_after):
         """Nested ones too. And a desired goal that there is not under `next` stays."""
         names = {f"{key}_key": ("it", key) for key in self.PARTS}
         parts, after = (
@@ -238,7 +238,7 @@ class TestFlattenGoal:
         assert library.FlattenGoal(space).unflatten(flat)["observation"].shape == (4, 1)
 
     @pytest.mark.parametrize("del_keys", [False, True])
-    def test_as_a_transform_of_an_environment_or_of_several(self, del_keys):
+    def test_environment_transform_adds_the_vector(self, del_keys):
         make = partial(GymEnv, "BitFlipping-v0", n_bits=4, categorical_action_encoding=True)
         base = make() if del_keys else SerialEnv(2, make)
         env = TransformedEnv(base, library.FlattenGoal(del_keys=del_keys))
@@ -261,7 +261,7 @@ class TestFlattenGoal:
         ],
         ids=["another kind", "goals of two shapes", "an image", "no goal"],
     )
-    def test_parts_that_make_no_vector(self, changes):
+    def test_parts_that_form_no_vector_raise(self, changes):
         parts = {key: torch.zeros(4, 2) for key in self.PARTS} | changes
         parts = {key: value for key, value in parts.items() if value is not None}
         with pytest.raises((KeyError, TypeError, ValueError)):
@@ -275,12 +275,12 @@ class TestAudit:
         lanes.write(storage, [ends([6, 6, 6], 2)])
         return relabel.audit(storage), lanes
 
-    def test_a_function_that_agrees(self):
+    def test_audit_of_an_equal_function_passes(self):
         audit, _ = self.audited(reward_fn)
         assert audit.passed
         assert audit.num_rows == 20
 
-    def test_a_function_that_differs_says_where(self):
+    def test_audit_of_a_different_function_names_slots(self):
         def wrong(achieved, desired, infos):
             reward, which = reward_fn(achieved, desired, infos), achieved[..., 0]
             return torch.where(which == 12, -reward, reward + 0.25 * (which == 9))
@@ -295,7 +295,7 @@ class TestAudit:
         assert abs(one) > 1
         assert more == other + 0.25
 
-    def test_of_the_newest_rows(self):
+    def test_audit_compares_the_newest_transitions(self):
         key = ("next", "reward")
         relabel = GoalRelabel(lambda achieved, *_: torch.full((len(achieved),), 999))
         storage = assemble(24, 2, transform=relabel, sampler=HERSampler())
@@ -334,7 +334,7 @@ def play(storage, env, num_steps):
 
 
 class TestAutomaticAudit:
-    def test_rewards_that_differ_warn_once_from_1000_transitions_on(self):
+    def test_different_rewards_warn_once_after_1000_transitions(self):
         storage = played(999, wrap=Paid)
         unaudited = played(999, wrap=Paid, audit=False)
         for each in (storage, unaudited):
@@ -347,7 +347,7 @@ class TestAutomaticAudit:
         for batch in batches:
             assert_batches(batch, unaudited.sample())
 
-    def test_a_reward_function_that_draws_random_numbers_does_not_change_batches(self):
+    def test_random_reward_function_does_not_change_batches(self):
         def noisy(achieved, desired, _):
             return torch.rand(len(achieved)) * 0 - 1.0 * (achieved != desired).any(-1)
 
@@ -360,7 +360,7 @@ class TestAutomaticAudit:
             rngs.append(torch.rand(()))
         assert rngs[0] == rngs[1]
 
-    def test_a_warning_that_is_an_error_draws_nothing(self):
+    def test_warning_as_error_samples_nothing(self):
         storage, unaudited = (played(1000, wrap=Paid, audit=audit) for audit in (True, False))
         with pytest.raises(UserWarning, match="differs"):
             storage.sample()
@@ -422,7 +422,7 @@ class TestGymReward:
     DESIRED = torch.tensor([[0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
 
     @pytest.mark.parametrize("of", [gymnasium.make, GymEnv], ids=["gymnasium", "TorchRL"])
-    def test_rewards_are_the_environments(self, of):
+    def test_gym_reward_returns_rewards_of_the_environment(self, of):
         more = {"categorical_action_encoding": True} if of is GymEnv else {}
         env = of("BitFlipping-v0", n_bits=2, **more)
         assert library.gym_reward(env)(self.ACHIEVED, self.DESIRED, {}).tolist() == [0, -1, 0]
@@ -464,7 +464,7 @@ class TestGymReward:
             "vector wrapper",
         ],
     )
-    def test_methods_are_those_of_the_outermost_wrapper(self, wrap):
+    def test_outermost_wrapper_defines_the_method(self, wrap):
         env = wrap(lambda: Negated(gymnasium.make("BitFlipping-v0", n_bits=2)))
         # The goals are equal where all bits differ.
         assert library.gym_reward(env)(self.ACHIEVED, 1 - self.DESIRED, {}).tolist() == [0, -1, 0]
@@ -472,7 +472,7 @@ class TestGymReward:
         assert ends.tolist() == [True, False, True]
         env.close()
 
-    def test_a_wrapper_alone_may_have_the_method(self):
+    def test_method_of_a_wrapper_only_is_called(self):
         env = gymnasium.wrappers.TimeLimit(Negated(gymnasium.make("CartPole-v1")), 9)
         reward = library.gym_reward(env)(self.ACHIEVED, 1 - self.DESIRED, {})
         assert reward.tolist() == [0, -1, 0]
@@ -495,7 +495,7 @@ class TestGymReward:
         ends = library.gym_terminated(Env())(self.ACHIEVED, self.DESIRED, {"x": torch.ones(3)})
         assert ends.tolist() == [True, False, True]
 
-    def test_an_environment_without_goals_or_several_at_once(self):
+    def test_batched_environments_and_those_without_goals_raise(self):
         several = SerialEnv(2, lambda: GymEnv("BitFlipping-v0", n_bits=2))
         for env in (gymnasium.make("CartPole-v1"), several, TransformedEnv(several)):
             for adapt in (library.gym_reward, library.gym_terminated):

@@ -80,8 +80,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
             priorities of all transitions.
 
     All arguments except `max_capacity` are attributes that may be set at any time, `alpha`, `beta` and
-    `eps` also by TorchRL's schedulers. The first batch after a change of `alpha` or `eps`, and the first batch
-    with `normalize="storage"`, cost a pass over all transitions.
+    `eps` also by TorchRL's schedulers. The first batch after a change of `alpha` or `eps`, and the first
+    batch with `normalize="storage"`, cost a pass over all transitions.
 
     Raises:
         ValueError: an argument is out of range.
