@@ -163,8 +163,8 @@ def returns_to_go(reward: Tensor, mask: Tensor, discount: float = 1.0) -> Tensor
     is_too_deep = mask.ndim > 2 and shape == reward.shape and shape[-1] == 1
     if not mask.ndim or reward.shape[: mask.ndim] != shape or is_too_deep:
         raise ValueError(
-            "mask must have the leading shape [*B, T] of reward, without a last dimension of size 1 (drop "
-            f"it by squeeze(-1)): reward is {list(reward.shape)}, got {list(shape)}."
+            "mask must have the leading shape [*B, T] of reward without a last dimension of size 1 "
+            f"(use squeeze(-1)): reward is {list(reward.shape)}, got {list(shape)}."
         )
     is_step = mask.view(*shape, *(1,) * (reward.ndim - mask.ndim))
     # `where`, not a product, because padding may be infinite.

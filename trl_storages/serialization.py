@@ -92,9 +92,7 @@ def to_json(state: Any) -> Any:
         return {_TUPLE: [to_json(value) for value in state]}
     if isinstance(state, str | int | float | None):
         return state
-    raise TypeError(
-        f"a state must consist of tensors, numbers, text, lists and dicts, got {type(state)}."
-    )
+    raise TypeError(f"a state has tensors, numbers, text, lists and dicts, got {type(state)}.")
 
 
 def from_json(content: Any) -> Any:

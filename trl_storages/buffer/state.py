@@ -109,12 +109,8 @@ def _component_state(part: Any) -> State:
 
 def _parameters(part: Any) -> dict[str, Setting]:
     """Returns the settings of a component that its state contains."""
-    attributes = {name: getattr(type(part), name, None) for name in part.__dict__}
-    return {
-        name: setting
-        for name, setting in attributes.items()
-        if isinstance(setting, Setting) and setting.is_saved
-    }
+    settings = [(name, getattr(type(part), name, None)) for name in part.__dict__]
+    return {name: it for name, it in settings if isinstance(it, Setting) and it.is_saved}
 
 
 def _prepare_load_component(part: Any, state: Any, reopened: bool) -> Adopt:

@@ -21,8 +21,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import keys, validation
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
-from trl_storages.samplers.base import Drawn, ReplaySampler
-from trl_storages.samplers.wrapping import WrappingSampler
+from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.validation import Setting
 
@@ -169,8 +168,7 @@ class HERSampler(WrappingSampler):
         if len(goal_noise) > 1:
             kinds = _kinds_of_batch(len(goal_noise), self.num_goals, mixture)
         else:  # the floor would always be 0
-            kind = _random_kind(int(goal_noise[0]), self.num_goals, mixture)
-            kinds = np.full(1, kind, np.uint8)
+            kinds = np.full(1, _random_kind(int(goal_noise[0]), self.num_goals, mixture), np.uint8)
         is_geometric = "geometric" in dict(mixture)
         steps = _geometric_steps(goal_noise, self.discount) if is_geometric else None
         index_key, mask_key = self._entries

@@ -358,18 +358,16 @@ class Priorities:
         Raises:
             IndexError: a slot is too large. Nothing is changed.
         """
-        updated_slots = np.empty(len(slots), np.int64)
+        output = np.empty(len(slots), np.int64)
         # The index counts the update before the tree does, so that an interrupted update is repeated.
         self.index.num_updates[0] += 1
-        num_updated, largest = priority_tree.report(
-            self.index.tables, slots, steps, priority, updated_slots
-        )
-        if num_updated < 0:
+        size, largest = priority_tree.report(self.index.tables, slots, steps, priority, output)
+        if size < 0:
             self.index.num_updates[0] -= 1
             capacity = self.index.capacity
             raise IndexError(f"slots must be below {capacity}, got {slots.min()} to {slots.max()}.")
         self.largest = max(self.largest, float(largest))
-        self._set_weights(updated_slots[:num_updated])
+        self._set_weights(output[:size])
         self._num_updates += 1
 
     def by_slot(self) -> np.ndarray:

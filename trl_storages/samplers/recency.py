@@ -14,9 +14,8 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import validation
 from trl_storages.index import EpisodeIndex
-from trl_storages.samplers.base import Drawn, ReplaySampler
+from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
 from trl_storages.samplers.hindsight import HERSampler
-from trl_storages.samplers.wrapping import WrappingSampler
 from trl_storages.serialization import Adopt, State, required_items
 from trl_storages.storage import StorageView
 from trl_storages.validation import Setting
@@ -110,10 +109,7 @@ class ERESampler(WrappingSampler):
 
     def _check_base(self, base: ReplaySampler) -> None:
         if any(isinstance(layer, HERSampler | ERESampler) for layer in base.layers):
-            raise TypeError(
-                f"ERESampler cannot wrap a HERSampler or an ERESampler, got base={base}: use "
-                "HERSampler(base=ERESampler(...))."
-            )
+            raise TypeError(f"ERESampler cannot wrap {base}: use HERSampler(base=ERESampler(...)).")
 
     @property
     def update(self) -> int:

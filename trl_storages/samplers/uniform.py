@@ -100,8 +100,7 @@ class UniformSampler(ReplaySampler):
             return view.episodes.draw(noise[0], window), {}
         if window is not None:
             raise ValueError(
-                "UniformSampler(without_replacement=True) samples from all transitions and cannot be "
-                "the base of an ERESampler: pass UniformSampler()."
+                "UniformSampler(without_replacement=True) cannot sample from a window."
             )
         return self._continue_epoch(view.episodes, noise[0]), {}
 

@@ -155,8 +155,7 @@ class GoalRelabel(ReplayTransform):
         """
         if rows.has_returns:
             raise RuntimeError(
-                "GoalRelabel must precede NStep, which sums the rewards of the new goals: use "
-                "Compose(GoalRelabel(...), NStep(...))."
+                "GoalRelabel must precede NStep: use Compose(GoalRelabel(...), NStep(...))."
             )
         try:
             slots, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
@@ -212,9 +211,8 @@ class GoalRelabel(ReplayTransform):
         achieved, batch = rows[self._achieved_key], rows.slots.shape
         if stored.numel() != batch.numel():
             raise ValueError(
-                f"GoalRelabel needs one reward and one flag per transition, {[*batch, 1]}, because "
-                f"{name} returns one value per goal, got {[*stored.shape]}: store one value for all "
-                "agents."
+                f"{name} returns one value per transition, {[*batch, 1]}, but the stored values have the "
+                f"shape {[*stored.shape]}: store one value for all agents."
             )
         infos = {}
         for key in self._info_keys:
