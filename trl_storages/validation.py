@@ -378,12 +378,9 @@ def renamed(
 class Setting:
     """An attribute of a component, which is checked whenever it is set."""
 
-    def __init__(
-        self, check: Callable[..., Any], *choices: Any, saved: bool = True, **bounds: Any
-    ) -> None:
+    def __init__(self, check: Any, *choices: Any, saved: bool = True, **bounds: Any) -> None:
         """Takes `check(name, value, *choices, **bounds)`, and whether states contain the value."""
-        self._check = check, choices, bounds
-        self.is_saved = saved
+        self._check, self.is_saved = (check, choices, bounds), saved
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -398,14 +395,12 @@ class Setting:
 class ComponentSetting:
     """A setting of the components of its owner; it is read from the last one and set on all of them."""
 
-    def __init__(
-        self, doc: str, argument: str, lock_of: Callable[[Any], Any] = nullcontext
-    ) -> None:
+    def __init__(self, doc: str, hint: str, lock_of: Callable[[Any], Any] = nullcontext) -> None:
         """Takes one line of help, and the argument of the owner that adds a component with the setting.
 
         `lock_of(owner)` is held while the components are set. The owner has `components()`.
         """
-        self.__doc__, self._argument, self._lock_of = doc, argument, lock_of
+        self.__doc__, self._hint, self._lock_of = doc, hint, lock_of
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -423,9 +418,8 @@ class ComponentSetting:
         settings = [(x, getattr(type(x), self._name, None)) for x in owner.components()]
         if components := [x for x, setting in settings if isinstance(setting, Setting)]:
             return components
-        raise AttributeError(
-            f"no component of this {type(owner).__name__} has {self._name!r}: pass {self._argument}."
-        )
+        kind = type(owner).__name__
+        raise AttributeError(f"no component of this {kind} has {self._name!r}: pass {self._hint}.")
 
 
 class Strict:

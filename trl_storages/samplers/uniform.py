@@ -61,6 +61,7 @@ class _Epoch:
 
 # Larger step numbers in a state are rejected.
 _MAX_STEP = 2**53
+_STATE = "seed", "tails", "cursors", "drawn"
 _NO_EPOCH = _Epoch(0, np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -134,15 +135,11 @@ class UniformSampler(ReplaySampler):
 
     def prepare_load(self, state: Any) -> Adopt:
         """Checks a state, and returns a function that adopts the state."""
-        seed, *bounds, position = required_items(
-            "UniformSampler", state, ("seed", "tails", "cursors", "drawn")
-        )
+        seed, *bounds, position = required_items("UniformSampler", state, _STATE)
         if not all(isinstance(steps, list) for steps in bounds):
             raise ValueError("the bounds of an epoch must be lists of steps: nothing changed.")
         tails, cursors = (
-            np.array(
-                [validation.integer("a step", step, at_most=_MAX_STEP) for step in steps], np.int64
-            )
+            np.array([validation.integer("a step", t, at_most=_MAX_STEP) for t in steps], np.int64)
             for steps in bounds
         )
         epoch = _Epoch(validation.integer("seed", seed), tails, cursors)

@@ -152,10 +152,8 @@ class NStep(ReplayTransform):
                 f"NStep sums {self.reward_key!r} over its window, but an earlier transform changed the "
                 "rewards of the batch: change those of rows.steps."
             )
-        rewards = [window[key] for key in reward_keys]
-        lengths, changes = rows.lengths, window.changes
-        if not rows.is_on_host:
-            lengths = sent(lengths, rows.device)
+        rewards, changes = [window[key] for key in reward_keys], window.changes
+        lengths = rows.lengths if rows.is_on_host else sent(rows.lengths, rows.device)
         # A stored terminal step ends its episode, so only a recomputed flag can end a window earlier.
         if self.terminated_key in changes:
             lengths = _lengths_to_terminal(window[self.terminated_key], lengths)

@@ -155,7 +155,7 @@ class GoalRelabel(ReplayTransform):
         """
         if rows.has_returns:
             raise RuntimeError(
-                "GoalRelabel must precede NStep: use Compose(GoalRelabel(...), NStep(...))."
+                "GoalRelabel must precede NStep: Compose(GoalRelabel(...), NStep(...))."
             )
         try:
             slots, mask = rows.drawn[self._index_key], rows.drawn[self._mask_key]
