@@ -1,4 +1,4 @@
-"""Pages that MkDocs makes from other files: the first one from the README, and one for each public class."""
+"""MkDocs makes these pages: the first one from the README, and one for each public name."""
 
 import ast
 from pathlib import Path
@@ -6,8 +6,12 @@ from pathlib import Path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-#: Module -> title of its group in the reference.
-MODULES = {"trl_storages": "", "trl_storages.datasets": "datasets.", "trl_storages.functional": "functional."}
+#: Module -> prefix of its pages.
+MODULES = {
+    "trl_storages": "",
+    "trl_storages.datasets": "datasets.",
+    "trl_storages.functional": "functional.",
+}
 
 
 def public_names(module: str) -> list[str]:
@@ -28,7 +32,9 @@ def on_files(files: Files, config) -> Files:
     for module, prefix in MODULES.items():
         for name in public_names(module):
             page = f"reference/{prefix}{name}.md"
-            content = f"# {name}\n\n::: {module}.{name}\n    options:\n      show_root_heading: false\n"
+            content = (
+                f"# {name}\n\n::: {module}.{name}\n    options:\n      show_root_heading: false\n"
+            )
             files.append(File.generated(config, page, content=content))
             listed.append(f"- [{prefix}{name}]({prefix}{name}.md)")
     reference = "# Reference\n\n" + "\n".join(listed) + "\n"
