@@ -33,6 +33,13 @@ def test_python_blocks_run_one_after_another(page, tmp_path, monkeypatch, start_
     check_md_file(page, memory=True)
 
 
+def test_the_readme_shows_what_its_block_prints(capsys):
+    blocks = r"```python\n([^`]*explain\([^`]*)```.*?```text\n(.*?)```"
+    block, shown = re.search(blocks, README.read_text(), re.DOTALL).groups()
+    exec(block, {})
+    assert capsys.readouterr().out == shown
+
+
 def test_stochastic_actors_explore_where_no_collector_calls_them():
     """TorchRL's actors act deterministically outside of collectors, which does not learn."""
     blocks = []
@@ -44,7 +51,7 @@ def test_stochastic_actors_explore_where_no_collector_calls_them():
 
 
 def test_the_readme_has_few_links_and_the_guides_are_listed():
-    assert len(re.findall(LINK, README.read_text())) <= 12
+    assert len(re.findall(LINK, README.read_text())) <= 24
     listed = set(re.findall(LINK, (ROOT / "tutorials/README.md").read_text()))
     guides = [*GUIDES, *(ROOT / "tutorials").glob("*.ipynb")]
     assert {guide.name for guide in guides} - listed == {"README.md"}
@@ -101,7 +108,7 @@ def test_what_a_batch_holds_is_listed():
     observation, _ = env.reset(seed=0)
     after, *outcome = env.step(0)
     storage.record(observation, 0, *outcome, after)
-    page = (ROOT / "tutorials/what_to_know.md").read_text()
+    page = (ROOT / "tutorials/batches.md").read_text()
     rows = re.findall(r"^\| (`.*`) \| `(\[.*\])` \|", page, re.MULTILINE)
     listed = {name: "1" in of for names, of in rows for name in re.findall("`(.*?)`", names)}
     batch, stored = storage.sample(), storage[:]
