@@ -36,3 +36,47 @@ def test_the_page_shows_the_kept_curves():
         shown = ", ".join(f"{value:,.0f}" for _, value in kept["curve"])
         steps = f"{kept['curve'][-1][0]:,}"
         assert f"| {kept['agent']}, {kept['env']} | {kept['seed']} | {steps} | {shown} |" in page
+
+
+# Agents in a few lines. Without updates the greedy policy stays the one that acted.
+
+
+def test_sac_samples_its_actions_in_a_vector_environment(tutorial):
+    _, buffer, greedy = tutorial("vector_sac").train(steps=40)
+    stored = buffer[:]
+    differences = stored["action"] - greedy(stored["observation"])
+    assert len(buffer) == 160
+    assert differences.std() > 0.1
+
+
+def test_a_network_with_stored_states_acts_greedily_and_explores(tutorial, monkeypatch):
+    script = tutorial("stored_states")
+    monkeypatch.setattr(script, "ANNEALED", 200)
+    _, buffer, greedy = script.train(steps=500)
+    late = buffer[-250:]
+    assert 0.8 < (greedy(late) == late["action"]).float().mean() < 1
+    assert late["state"].abs().sum(-1).gt(0).float().mean() > 0.8
+
+
+def test_a_recurrent_policy_of_a_collector_acts_greedily_and_explores(tutorial, monkeypatch):
+    script = tutorial("gru_collector")
+    monkeypatch.setattr(script, "UPDATES", 0)
+    monkeypatch.setattr(script, "ANNEALED", 200)
+    _, buffer, greedy = script.train(steps=500)
+    late = buffer[-250:]
+    assert 0.8 < (greedy(late) == late["action"]).float().mean() < 1
+
+
+def test_a_value_goal_and_an_actor_goal_teach_an_actor_to_walk(tutorial):
+    two_goals = tutorial("two_goals")
+    assert two_goals.train(600)[0] > two_goals.train(1)[0] + 0.2
+
+
+def test_a_replay_buffer_on_disk_is_filled_and_resumed(tutorial, tmp_path):
+    script = tutorial("pixels_on_disk")
+    options = ["--path", str(tmp_path / "replay"), "--keep", "--workers", "0", "--steps", "600"]
+    script.main(options)
+    script.main(options)
+    buffer = script.NStepReplayStorage.open(tmp_path / "replay", mode="r")
+    assert len(buffer) == 1200
+    assert len(buffer[:]["action"].unique()) == 3

@@ -4,8 +4,8 @@
     python tutorials/dqn.py --env Acrobot-v1 --steps 100000
     python tutorials/dqn.py --seed 1 --results tutorials/agent_curves.jsonl
 
-The storage is created from the environments' spaces and filled by `record`; `sample` returns a
-TensorDict, here with three steps folded into each row. `--results` appends a line of JSON to a file.
+The replay buffer is created from the environments' spaces and filled by `record`; `sample` returns a
+TensorDict, here with 3-step returns. `--results` appends a line of JSON to a file.
 
 Reference: Mnih et al. 2015; Watkins 1989 for n-step returns.
 """
@@ -51,7 +51,7 @@ class QNetwork(nn.Sequential):
 
 
 def td_loss(batch: TensorDictBase, network: QNetwork, target: QNetwork) -> torch.Tensor:
-    """Compares values with the folded rewards plus the best value m steps later, if there is one."""
+    """Compares values with the rewards of m steps plus the best value m steps later, if there is one."""
     with torch.no_grad():
         best = target(batch["next", "observation"]).amax(dim=-1, keepdim=True)
         # Windows are shorter at episode ends; bootstrap at truncated ends, not at terminal ones.

@@ -1,4 +1,4 @@
-"""A robot arm learns to push a block, with hindsight and rows on disk; an interrupted run resumes.
+"""A robot arm learns to push a block, with HER and a replay buffer on disk; an interrupted run resumes.
 
     python tutorials/fetch_push.py               # FetchPush-v4, seeds 0 and 1
     python tutorials/fetch_push.py               # again, after an interruption: resumes
@@ -68,7 +68,7 @@ def success_rate(envs: VectorEnv, agent: Agent, rounds: int) -> float:
 
 
 def make_storage(envs: VectorEnv, steps: int, path: Path) -> HERReplayStorage:
-    """Opens the storage of a run, or creates it."""
+    """Opens the replay buffer of a run, or creates it."""
     return HERReplayStorage.from_env(
         envs,
         reward_fn=gym_reward(gymnasium.make(ENV)),

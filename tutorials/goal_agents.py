@@ -1,6 +1,6 @@
 """Four goal-conditioned algorithms from TorchRL's modules and losses: DQN, DDPG, TD3 and SAC.
 
-Nothing in this file depends on replay or hindsight: the goal is one more input of each network.
+Nothing in this file depends on replay or HER: the goal is one more input of each network.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ INPUTS = ["observation", "desired_goal"]
 
 @dataclass
 class Agent:
-    """What a training loop needs from any of the algorithms.
+    """The parts of an algorithm that a training loop uses.
 
     `policy` acts greedily and `explorer` collects data. The entries of `loss` whose names begin with
     "loss" are minimised, the policy's own only once every `policy_delay` updates.

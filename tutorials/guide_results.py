@@ -23,7 +23,7 @@ from learning_results import versions
 from options import OneLineParser, integer_from
 
 RESULTS = Path(__file__).with_name("guide_results.jsonl")
-# What each guide measures after training.
+# The measure of each guide after training.
 GUIDES = {
     "offline_goals": "tests that arrive",
     "recurrent": "signs that are followed",

@@ -108,7 +108,7 @@ def arrived(achieved: Tensor, goal: Tensor, _: Mapping[Any, Tensor]) -> Tensor:
 
 
 def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> ReplayStorage:
-    """Creates a storage of the data; its batches have one goal for the value and one for the actor."""
+    """Creates a buffer of the data, whose batches have a goal for the value and one for the actor."""
     of_value, of_actor = AGENTS[agent]
     storage = from_arrays(
         data,

@@ -1,12 +1,12 @@
-"""Learns from stacks of 84 x 84 pixel frames, each frame stored once: DQN with DrQ's random shifts.
+"""Learns from stacks of 84 x 84 pixel frames, each stored once: double DQN with DrQ's random shifts.
 
     python tutorials/pixels.py                    # each frame is stored once
     python tutorials/pixels.py --plain            # four times, in whole stacks: gives the same results
 
 A ball falls at an angle and bounces off the walls, and a bat must be below it when it lands. A single
 frame does not show where the ball is heading, so the agent sees the newest four, and a transition has
-two such stacks: 56 kB. With `frame_stack=` a row takes one frame, and batches are bit-identical. Each
-drawn stack is shifted by up to four pixels, all of its frames alike.
+two such stacks: 56 kB. With `frame_stack=` a transition takes one frame, and batches are bitwise
+identical. Each sampled stack is shifted by up to four pixels, all of its frames alike.
 
 Reference: Kostrikov et al. 2020, Image Augmentation Is All You Need, arXiv:2004.13649; Yarats et al.
 2021, Mastering Visual Continuous Control, arXiv:2107.09645.
@@ -76,7 +76,7 @@ class Catch(gymnasium.Env):
 
 
 def make_storage(agent: str, seed: int, size: int) -> NStepReplayStorage:
-    """Creates a storage of stacks, or of single frames from which stacks are rebuilt."""
+    """Creates a replay buffer of stacks, or of frames from which stacks are rebuilt."""
     env = FrameStackObservation(Catch(), 4)
     options = {"batch_size": BATCH_SIZE, "n_step": N_STEP, "discount": DISCOUNT, **STORED[agent]}
     return NStepReplayStorage.from_env(env, storage_size=size, seed=seed, **options)
@@ -97,24 +97,24 @@ class Learner:
         sees = [nn.Conv2d(4, 16, 7, stride=7), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
         judges = [nn.Flatten(), nn.Linear(16 * 10 * 10, 64), nn.ReLU(), nn.Linear(64, 3)]
         self.network = nn.Sequential(*sees, *judges)
-        self.late_network = deepcopy(self.network).requires_grad_(False)
+        self.target_network = deepcopy(self.network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3)
 
     def update(self, batch: TensorDictBase) -> None:
-        """Learns from a batch of folded steps."""
+        """Learns from a batch of n-step returns."""
         seen, after = shifted(batch["observation"]), shifted(batch["next", "observation"])
         values = self.network(seen).gather(1, batch["action"].view(-1, 1))
         with torch.no_grad():
             best = self.network(after).argmax(1, keepdim=True)
-            to_come = self.late_network(after).gather(1, best) * ~batch["next", "terminated"]
+            to_come = self.target_network(after).gather(1, best) * ~batch["next", "terminated"]
             target = batch["next", "reward"] + DISCOUNT ** batch["steps_to_next_obs"] * to_come
         self.optimizer.zero_grad()
         nn.functional.smooth_l1_loss(values, target).backward()
         self.optimizer.step()
         with torch.no_grad():
             new = self.network.parameters()
-            for late, now in zip(self.late_network.parameters(), new, strict=True):
-                late.lerp_(now, 0.02)
+            for old, now in zip(self.target_network.parameters(), new, strict=True):
+                old.lerp_(now, 0.02)
 
     @torch.no_grad()
     def act(self, stack: np.ndarray) -> int:

@@ -1,14 +1,14 @@
-"""Learns from images as DrQ-v2 does: one process acts and learns, others draw its batches from disk.
+"""Learns from images as DrQ-v2 does: one process acts and learns, others sample its batches from disk.
 
     python tutorials/pixels_on_disk.py                             # catches a ball, from 8 x 8 pixels
-    python tutorials/pixels_on_disk.py --path replay --keep        # and keeps the rows
-    python tutorials/pixels_on_disk.py --path replay --keep        # again: resumes with these rows
+    python tutorials/pixels_on_disk.py --path replay --keep        # and keeps the transitions
+    python tutorials/pixels_on_disk.py --path replay --keep        # again: resumes with them
 
-A replay of images outgrows memory, and folding n steps and gathering batches takes time that the learner
-could use. So the rows are on disk, in `--path`, and each frame of the agent's stacks is stored once.
-`storage.record` writes them there, and each worker of `storage.loader` reads the committed rows in its
-own process: only whole rows at any moment, and new ones with each batch. If the program is
-killed, `--path` resumes where it stopped; without `--keep` the files are deleted at the end.
+Images outgrow memory, and the learner has to wait while n-step returns are computed and batches are
+gathered. So the replay buffer is on disk, in `--path`, and each frame of a stack is stored once.
+`buffer.record` writes transitions, and each worker of `buffer.loader` samples complete transitions in
+its own process, each batch from all that are stored. If the program is killed, `--path` resumes
+where it stopped; without `--keep` the files are deleted at the end.
 
 Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
 Reinforcement Learning, arXiv:2107.09645, here with DQN and the actions left, stay and right.
@@ -119,7 +119,7 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
     torch.manual_seed(arguments.seed)
     env, learner = FrameStackObservation(Catch(), FRAMES), Learner()
     rng = np.random.default_rng(arguments.seed)
-    storage = NStepReplayStorage.from_env(
+    buffer = NStepReplayStorage.from_env(
         env,
         storage_size=arguments.storage_size,
         batch_size=64,
@@ -127,9 +127,9 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
         frame_stack=FRAMES,
         path=path,
     )
-    print(f"{len(storage)} steps were there already")
+    print(f"{len(buffer)} steps were stored already")
     batches = iter(
-        storage.loader(
+        buffer.loader(
             arguments.workers,
             pin_memory=True,
             seed=arguments.seed,
@@ -141,14 +141,14 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
         explore = rng.random() < max(0.1, 1 - 2 * step / arguments.steps)
         action = int(rng.integers(3)) if explore else learner.act(observation)
         after, reward, terminated, truncated, info = env.step(action)
-        storage.record(observation, action, reward, terminated, truncated, info, after)
+        buffer.record(observation, action, reward, terminated, truncated, info, after)
         observation = env.reset()[0] if terminated else after
-        if len(storage) >= 500 and step % 2 == 0:
+        if len(buffer) >= 500 and step % 2 == 0:
             learner.update(next(batches))
     rate = evaluate(learner, env)
-    print(f"{rate:.2f} of the balls are caught, {len(storage)} steps are stored")
+    print(f"{rate:.2f} of the balls are caught, {len(buffer)} steps are stored")
     del batches  # stops the workers
-    storage.close(keep=arguments.keep)
+    buffer.close(keep=arguments.keep)
     return rate
 
 
@@ -165,9 +165,9 @@ def evaluate(learner: Learner, env: gymnasium.Env, episodes: int = 100) -> float
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--path", type=Path, help="directory of the rows; a temporary one otherwise"
+        "--path", type=Path, help="directory of the replay buffer; a temporary one otherwise"
     )
-    parser.add_argument("--keep", action="store_true", help="keep the rows at the end")
+    parser.add_argument("--keep", action="store_true", help="keep the transitions at the end")
     parser.add_argument("--workers", type=integer_from(0), default=2, help="processes that sample")
     parser.add_argument("--steps", type=integer_from(1), default=6_000)
     parser.add_argument("--storage-size", type=integer_from(1), default=20_000)

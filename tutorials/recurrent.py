@@ -7,14 +7,14 @@ A corridor shows a sign at its entrance, left or right. Some steps later, at a j
 followed; then the next corridor begins. An agent without memory decides alike at each junction, and is
 right at half of them. An agent with memory can be right at all of them.
 
-What replay must do for this:
+Replay provides:
 
-- Each row stores the network's state at that time as a further entry (`extra_fields`).
-- A drawn row is expanded into a sequence (`EpisodeSequence`). The state stored with its first row comes
-  from an older network, so the current one first runs over the burn-in rows, without learning from them.
-- Rewards are folded over n steps within the sequence; `EpisodeSequence.targets` adds the value of the
-  row after these, which is in the sequence too.
-- Sequences are drawn by their TD errors, with most weight on the largest (`sequence_priority`).
+- Each transition stores the state of the network before the step as an extra field (`extra_fields`).
+- Each sampled transition is expanded into a sequence (`EpisodeSequence`). The first stored state comes
+  from an older network, so the current network first runs over the burn-in, without learning from it.
+- n-step returns are computed within the sequence; `EpisodeSequence.targets` adds the value of the
+  transition after them, which is in the sequence too.
+- Sequences are sampled by their TD errors, with most weight on the largest (`sequence_priority`).
 
 Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
 """
@@ -147,7 +147,7 @@ class Learner:
 
     def __init__(self, has_memory: bool) -> None:
         self.network = make_network(has_memory)
-        self.late_network = deepcopy(self.network).requires_grad_(False)
+        self.target_network = deepcopy(self.network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=2e-3)
 
     def update(self, batch: TensorDictBase) -> Tensor:
@@ -155,8 +155,8 @@ class Learner:
         rows = batch.reshape(-1, UNIT.num_steps)
         values = values_of(self.network, rows)
         with torch.no_grad():
-            late_values = values_of(self.late_network, rows)
-            to_come = late_values.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
+            target_values = values_of(self.target_network, rows)
+            to_come = target_values.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
         target, mask = UNIT.targets(batch, to_come, discount=DISCOUNT)
         learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
         chosen = values[:, : UNIT.length].gather(-1, learnt["action"].unsqueeze(-1)).squeeze(-1)
@@ -168,9 +168,9 @@ class Learner:
         nn.utils.clip_grad_norm_(self.network.parameters(), 10.0)
         self.optimizer.step()
         with torch.no_grad():
-            both = zip(self.late_network.parameters(), self.network.parameters(), strict=True)
-            for late, new in both:
-                late.lerp_(new, 0.02)
+            both = zip(self.target_network.parameters(), self.network.parameters(), strict=True)
+            for old, new in both:
+                old.lerp_(new, 0.02)
         return sequence_priority(error.detach(), mask=mask)
 
 

@@ -8,8 +8,8 @@ gets there, and without a reward an agent learns nothing. The data are 100 episo
 sometimes pushes in the direction of motion and otherwise at random: most reach the flag, though late.
 The agent has half as much time per episode.
 
-The offline data are in one storage, the agent's own steps in another, and an ensemble draws each batch
-from both, in exact shares. The agents differ only in these shares. Layer norms in the critics keep
+The offline data are in one replay buffer, the agent's own steps in another, and an ensemble samples each
+batch from both, in exact ratios. The agents differ only in these ratios. Layer norms in the critics keep
 learning from both stable.
 
 Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
@@ -157,7 +157,7 @@ class Learner:
 def make_storages(
     paths: list[dict[str, Any]], budget: Budget, seed: int
 ) -> tuple[ReplayStorage, ReplayStorage]:
-    """Makes a storage of the data, and an empty one for what is seen online."""
+    """Creates a replay buffer of the data, and an empty one for the steps online."""
     env = Valley()
     options: dict[str, Any] = {"n_step": N_STEP, "discount": DISCOUNT, "seed": seed}
     offline = from_arrays(paths, preset=NStepReplayStorage, **options)

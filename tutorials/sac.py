@@ -4,7 +4,7 @@
     python tutorials/sac.py --env MountainCarContinuous-v0 --steps 50000
     python tutorials/sac.py --seed 1 --results tutorials/agent_curves.jsonl
 
-The storage is created from the environments' spaces and filled by `record`; `sample` returns a
+The replay buffer is created from the environments' spaces and filled by `record`; `sample` returns a
 TensorDict. `--results` appends a line of JSON to a file.
 
 Reference: Haarnoja et al. 2018, arXiv:1812.05905.

@@ -1,15 +1,15 @@
-"""Trains with TorchRL's `Trainer`, with hindsight in its replay hook, and the same in a plain script.
+"""Trains with TorchRL's `Trainer`, with HER in its replay hook, and the same in a plain script.
 
     python tutorials/torchrl_trainer.py                            # by a Trainer: half a minute
     python tutorials/torchrl_trainer.py --agent script             # by a loop of one's own
 
-A storage of this package is a `TensorDictReplayBuffer` and works wherever one does. Steps of several
-environments can be written in two ways, and both keep the episodes apart:
+A replay buffer of this package is a `TensorDictReplayBuffer` and works wherever one does. Steps of
+several environments can be written in two ways, and both keep the episodes apart:
 
 - As the collector delivers them, `[num_envs, T]`. `ReplayBufferTrainer`, the hook of the `Trainer`, does
-  this unless it is told to flatten.
+  this unless `flatten_tensordicts=True`.
 - Flat, by `storage.extend(data.reshape(-1))`, as many scripts do. The collector's trajectory ids show
-  which environment a row is from; the storage must know the number of environments, `num_envs`.
+  which environment a transition is from; pass the number of environments, `num_envs`.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
     return HERReplayStorage.from_env(
         env,
         reward_fn=gym_reward(gymnasium.make("BitFlipping-v0", n_bits=budget.bits)),
-        # In hindsight, an episode ends where its goal was reached.
+        # With HER, an episode ends where its new goal is reached.
         terminated_fn=lambda achieved, goal, _: (achieved == goal).all(dim=-1),
         storage_size=budget.frames,
         batch_size=256,
@@ -78,7 +78,7 @@ def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
 def by_trainer(
     collector: Collector, storage: HERReplayStorage, agent: Agent, budget: Budget
 ) -> None:
-    """Hooks the storage into a `Trainer`."""
+    """Hooks the replay buffer into a `Trainer`."""
     trainer = Trainer(
         collector=collector,
         total_frames=budget.frames,

@@ -1,12 +1,12 @@
-"""Trains one agent with hindsight and one without, and draws both learning curves.
+"""Trains one agent with hindsight experience replay (HER) and one without, and plots both.
 
     python tutorials/train_her.py                                  # flips 15 bits, with DQN
     python tutorials/train_her.py --algo td3 --bits 8              # with continuous actions
     python tutorials/train_her.py --env FetchReach-v4 --algo sac   # a robot arm in MuJoCo
 
-The reward only says whether the goal is reached, and an untrained agent never reaches it. Hindsight
-relabels the agent's own steps as if what it *did* reach had been the goal. The two agents differ in one
-argument of their storage, `num_goals`: the number of relabelled steps for each one left as it was.
+The reward only says whether the goal is reached, and an untrained agent never reaches it. HER relabels
+the agent's own steps as if the state that they reached had been the goal. The two agents differ in one
+argument of their replay buffer, `num_goals`: relabelled transitions per transition left as stored.
 
 The networks normalise their inputs by the mean and deviation of random episodes, which are played
 beforehand. In FetchReach positions differ by centimetres around values near 1.
@@ -38,7 +38,7 @@ STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
 
 @dataclass(frozen=True)
 class Task:
-    """What an algorithm gets in an environment, and the success rates it must show for it.
+    """The settings of an algorithm in an environment, and the success rates that it must reach.
 
     The bounds were written down before the runs that are reported: `at_least` for the agent with
     hindsight, `at_most` for the one without. They hold for so many steps, and bits to flip.
@@ -71,7 +71,7 @@ RANDOM_BATCHES = 8
 CURVE_POINTS = 20
 # Success is tested in so many environments at once, over so many rounds; more at the end.
 TEST_ENVS, TEST_ROUNDS, LAST_TEST_ROUNDS = 10, 2, 5
-# What the networks scale their inputs by is seen in the same environments, before all else.
+# The networks scale their inputs by statistics of episodes in the same environments, before training.
 EXAMPLE_ROUNDS = 2
 
 
@@ -108,7 +108,7 @@ def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any
 def make_storage(
     args: argparse.Namespace, name: str, num_goals: int, n_step: int = 1, **further: Any
 ) -> HERReplayStorage:
-    """Makes a storage; `further` options of it, such as `alpha`, are up to the caller."""
+    """Creates a replay buffer; `further` are options such as `alpha`."""
     env = make_env(args, args.num_envs, args.seed)
     return HERReplayStorage(
         env.observation_spec,
@@ -160,7 +160,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
             for _ in range(args.steps_per_batch // args.task.steps_per_update):
                 batch = storage.sample()
                 losses = agent.loss(batch)
-                # Does nothing unless the storage draws by priority.
+                # Does nothing unless the buffer samples by priority.
                 storage.update_tensordict_priority(batch)
                 if num_updates % agent.policy_delay:
                     del losses["loss_actor"]
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> list[Curve]:
     torch.set_num_threads(1)
     num_goals = {WITHOUT: 0} if args.no_her else {WITH: args.num_goals, WITHOUT: 0}
     for name in num_goals if args.path else ():
-        # The storage would go on where those rows end; a comparison must begin with none.
+        # The buffer would continue after its stored transitions; a comparison must begin without any.
         if (args.path / name).exists():
             raise SystemExit(f"train_her.py: --path: {args.path / name} already holds rows")
     storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}

@@ -1,19 +1,19 @@
-"""Adds n-step returns, priorities, recency and sequences to hindsight, one by one and all together.
+"""Adds n-step returns, PER, ERE and sequences to HER, one by one and all together.
 
     python tutorials/what_to_switch_on.py                          # makes the runs that are missing
     python tutorials/what_to_switch_on.py --table                  # only prints the tables
     python tutorials/what_to_switch_on.py --seeds 5 6 7            # other seeds
 
-Each run is one of train_her.py with other options of the storage. A finished one is a line of
-what_to_switch_on.jsonl. What is compared is how fast an agent learns: its success rate, averaged over
-tests at equal distances through a budget by whose end hindsight alone reaches most goals.
+Each run is one of train_her.py with other options of the replay buffer. A finished run is a line of
+what_to_switch_on.jsonl. The measure is how fast an agent learns: its success rate, averaged over
+tests at equal distances through a budget, at whose end HER alone reaches most goals.
 
-Sequences are drawn in place of single rows: 64 anchors grow by the three rows after them, so that a batch
-has as many rows as without, and each sequence has one goal. The agent learns from every row by
-itself, as ever. What is compared is whether rows that are neighbours teach as much as rows from anywhere.
+Sequences replace single transitions: 64 anchors are extended by the three transitions after them, so a
+batch has as many transitions as without, and each sequence has one goal. The agent learns from each
+transition by itself. This compares neighbouring transitions with independent ones.
 
 The first table has mean and standard deviation over the seeds, the second what a part adds to
-hindsight alone: the mean of the differences, seed by seed, and how far from it the true one may be
+HER alone: the mean of the differences, seed by seed, and how far from it the true one may be
 (half of its 95 % interval by Student's t). Bold are those that are surely not 0 by that measure; of
 twenty that are 0, one is bold by chance.
 """
@@ -39,13 +39,13 @@ RESULTS = Path(__file__).with_name("what_to_switch_on.jsonl")
 TESTS = 8  # of a run
 # Student's t for an interval of 95 %, of 2 seeds, 3, ...
 T = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
-# Budgets and settings were fixed before the first run. What is not named is as in train_her.py.
+# Budgets and settings were fixed before the first run. All others are those of train_her.py.
 TASKS: dict[str, dict[str, Any]] = {
     "25 bits, DQN": {"env": "BitFlipping-v0", "algo": "dqn", "bits": 25, "steps": 12_000},
     "FetchReach, DDPG": {"env": "FetchReach-v4", "algo": "ddpg", "steps": 1_500},
     "8 bits, DDPG": {"env": "BitFlipping-v0", "algo": "ddpg", "bits": 8, "steps": 4_000},
 }
-# The options that each part has in its own ready-made storage.
+# The options of each component in its own preset.
 N_STEP, PRIORITIES, RECENCY = {"n_step": 3}, {"alpha": 0.6}, {"eta": 0.996, "c_min": 1_000}
 # Rows of a sequence, moved as little as keeps them in their episode. Four, since the episodes of 8 bits
 # have not many more once they are learnt. One of fewer is padded by repeating its last row.
