@@ -1,6 +1,7 @@
 """MkDocs makes these pages: the first one from the README, and one for each public name."""
 
 import ast
+import re
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
@@ -22,6 +23,13 @@ def public_names(module: str) -> list[str]:
         if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
             return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
     raise ValueError(f"{module} must define __all__.")
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """Returns a page without links to files that are not pages, such as the licence."""
+    return re.sub(
+        r"\[([^]]+)\]\((?:\.\./|README|CONTRIBUTING|CITATION|LICENSE)[^)]*\)", r"\1", markdown
+    )
 
 
 def on_files(files: Files, config) -> Files:

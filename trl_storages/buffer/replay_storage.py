@@ -958,17 +958,17 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         The call changes nothing. With priorities it takes some milliseconds per million transitions.
 
+        Ages are in steps of the transition's own environment that were written later; the newest one has
+        age 0. Prefetched batches and the padding of `sample_episodes` count as sampled.
+
         Returns:
             the entries of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
             `prefetch_queue_size` and `initialized`; and
 
             - `episodes`: number of episodes that have stored transitions.
-            - `oldest_age`, `mean_age`: age of the stored transitions, in steps of their own environment
-              that were written later; the newest one has age 0.
-            - `batches`, `samples_returned`: number of batches that this object has sampled, and of
-              transitions in them. Prefetched batches and the padding of `sample_episodes` count.
-            - `largest_priority`, `mean_priority`: over the stored transitions, if the sampler uses
-              priorities.
+            - `oldest_age`, `mean_age`: over the stored transitions.
+            - `batches`, `samples_returned`: batches that this object has sampled, transitions in them.
+            - `largest_priority`, `mean_priority`: if the sampler uses priorities.
 
             Ages and priorities of an empty buffer are 0.
         """
