@@ -20,8 +20,8 @@ from trl_storages import validation
 from trl_storages.buffer.packed_batch import packed
 from trl_storages.buffer.replay_storage import ReplayStorage
 from trl_storages.buffer.state import Parameter
+from trl_storages.settings import Strict
 from trl_storages.torchrl_compat import RayClient
-from trl_storages.validation import Strict
 
 __all__ = ["ReplayBatches", "StorageClient", "StorageHandle", "in_actor", "make_loader"]
 

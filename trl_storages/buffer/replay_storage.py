@@ -46,6 +46,7 @@ from trl_storages.samplers import (
     resolve_sampler,
 )
 from trl_storages.serialization import State, from_json, to_json
+from trl_storages.settings import Strict
 from trl_storages.storage import dumps
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import (
@@ -54,7 +55,7 @@ from trl_storages.torchrl_compat import (
     reject_torchrl_components,
 )
 from trl_storages.transforms import NStep, transforms_in
-from trl_storages.validation import Lanes, Strict, lane_numbers, renamed
+from trl_storages.validation import Lanes, lane_numbers, renamed
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 

@@ -13,7 +13,7 @@ import torch
 from trl_storages import validation
 from trl_storages.samplers import ReplaySampler
 from trl_storages.serialization import Adopt, State, array, entries_of, from_json, joined, to_json
-from trl_storages.validation import Setting
+from trl_storages.settings import Setting
 
 __all__ = ["Parameter", "component_states", "parsed", "prepare_load_components", "resume"]
 

@@ -17,9 +17,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from trl_storages import validation
 from trl_storages.index import EpisodeIndex
 from trl_storages.serialization import Adopt, State, entries_of, joined
+from trl_storages.settings import Strict
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.torchrl_compat import reject_torchrl_components
-from trl_storages.validation import Strict
 
 __all__ = [
     "Drawn",

@@ -7,8 +7,8 @@ from typing import Any
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
+from trl_storages.settings import Strict
 from trl_storages.storage import BatchRows
-from trl_storages.validation import Strict
 
 __all__ = ["ReplayTransform", "transforms_in"]
 
