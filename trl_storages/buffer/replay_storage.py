@@ -55,7 +55,7 @@ from trl_storages.torchrl_compat import (
     reject_torchrl_components,
 )
 from trl_storages.transforms import NStep, transforms_in
-from trl_storages.validation import Lanes, lane_numbers, renamed
+from trl_storages.validation import Lanes, deprecated_method, lane_numbers, renamed
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
@@ -269,6 +269,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def components(self) -> list[Any]:
         """Returns the samplers and the transforms."""
         return [*layers_of(self._sampler), *transforms_in(self._transform)]
+
+    parts = deprecated_method("parts", "components")  # removed in 0.6
 
     @property
     def _prioritized(self) -> Any:
