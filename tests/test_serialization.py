@@ -10,7 +10,7 @@ import torch
 from trl_storages.serialization import array, entries_of, from_json, to_json
 
 
-def test_json_has_all_that_states_hold():
+def test_states_survive_json():
     tensors = [torch.arange(2), torch.zeros(0, 3), torch.tensor(True), -torch.zeros(2).bfloat16()]
     state = {"numbers": [1, 2.5, -math.inf, 2**60, None, True], "key": ("next", ("a", 3))}
     found = from_json(json.loads(json.dumps(to_json({**state, "nested": {"of": tensors}}))))
@@ -23,7 +23,7 @@ def test_json_has_all_that_states_hold():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "content",
     [
         {".tensor": "!", "dtype": "torch.int64", "shape": []},
         {".tensor": "AAAA", "dtype": "torch.int64", "shape": [1]},
@@ -33,12 +33,12 @@ def test_json_has_all_that_states_hold():
         {".tuple": 5},
     ],
 )
-def test_other_json_is_refused(words):
-    with pytest.raises(ValueError, match="whole"):
-        from_json([words])
+def test_damaged_json_raises(content):
+    with pytest.raises(ValueError, match="damaged"):
+        from_json([content])
 
 
-def test_entries_and_tensors_are_checked():
+def test_entries_and_tensors_of_a_state_are_checked():
     assert entries_of("a part", {"b": 1, "a": 2}, ("a", "b")) == [2, 1]
     for state in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, None, [1, 2]):
         with pytest.raises(ValueError, match="a part"):

@@ -1,7 +1,8 @@
-"""States of parts: dicts of tensors, numbers, strings, lists and None, and how they are checked.
+"""States of components: dicts of tensors, numbers, strings, lists and None, and checks of states.
 
-A part has `state()`, and `parsed(state)`, which checks all of it, and returns a function that adopts it
-and can't fail. All parts of a storage are parsed before any is adopted.
+A component has two methods: `state()`, and `parsed(state)`, which checks a state and returns a function
+that adopts the state and can't fail. All components of a replay buffer are parsed before the first state
+is adopted, so that a bad state changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Adopt", "State", "array", "entries_of", "from_json", "joined", "to_j
 
 State = dict[str, Any]
 Adopt = Callable[[], None]
-# How tensors and tuples are written, which JSON has not; in no module's state a name begins with a dot.
+# Names that mark tensors and tuples, which JSON lacks. No name in a module's state begins with a dot.
 _TENSOR, _TUPLE = ".tensor", ".tuple"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -28,17 +29,22 @@ def joined(*adopts: Adopt) -> Adopt:
     """Returns a function that adopts several states, one after another."""
 
     def adopt() -> None:
-        for each in adopts:
-            each()
+        for adopt_one in adopts:
+            adopt_one()
 
     return adopt
 
 
 def entries_of(what: str, state: Any, names: Collection[str]) -> list[Any]:
-    """Returns the entries of a state in the order of their names.
+    """Returns the entries of a state in the order of `names`.
+
+    Args:
+        what: the component, for the message.
+        state: the state.
+        names: the names that the state must have.
 
     Raises:
-        ValueError: it has others.
+        ValueError: the state is no dict with exactly these names.
 
     >>> entries_of("a writer", {"count": 3}, ["count"])
     [3]
@@ -50,28 +56,28 @@ def entries_of(what: str, state: Any, names: Collection[str]) -> list[Any]:
 
 
 def array(name: str, value: Any, dtype: torch.dtype, *shape: int | None) -> np.ndarray:
-    """Returns a tensor of a state as an array on the host; a size that is None may be any.
+    """Returns a tensor of a state as an array on the host; a size of None accepts any size.
 
     Raises:
-        ValueError: it is no dense tensor of this dtype and shape.
+        ValueError: `value` is no dense tensor of this dtype and shape.
     """
-    fits = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    fits = fits and value.dtype is dtype and len(value.shape) == len(shape)
-    if not fits or any(
+    is_valid = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    is_valid = is_valid and value.dtype is dtype and len(value.shape) == len(shape)
+    if not is_valid or any(
         size not in (None, got) for size, got in zip(shape, value.shape, strict=True)
     ):
         raise ValueError(
             f"{name} must be {dtype} {[*shape]}, got {validation.shown(value)}: nothing changed."
         )
-    found: np.ndarray = value.detach().cpu().contiguous().numpy()
-    return found
+    values: np.ndarray = value.detach().cpu().contiguous().numpy()
+    return values
 
 
 def to_json(state: Any) -> Any:
-    """Returns a state as JSON has it: tensors as text.
+    """Returns a state for JSON: tensors become text.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the state contains a value of another type.
     """
     if isinstance(state, torch.Tensor):
         values = state.detach().cpu().contiguous()
@@ -86,28 +92,28 @@ def to_json(state: Any) -> Any:
         return {_TUPLE: [to_json(value) for value in state]}
     if isinstance(state, str | int | float | None):
         return state
-    raise TypeError(f"states must be of tensors, numbers, text, lists, dicts, got {type(state)}.")
+    raise TypeError(f"states must hold tensors, numbers, text, lists, dicts, got {type(state)}.")
 
 
-def from_json(words: Any) -> Any:
-    """Returns the state that was written as JSON.
+def from_json(content: Any) -> Any:
+    """Returns the state whose JSON was parsed to `content`; the inverse of `to_json`.
 
     Raises:
-        ValueError: it was not.
+        ValueError: a saved tensor or tuple is damaged.
     """
-    if isinstance(words, list):
-        return [from_json(value) for value in words]
-    if not isinstance(words, dict):
-        return words
+    if isinstance(content, list):
+        return [from_json(value) for value in content]
+    if not isinstance(content, dict):
+        return content
     try:
-        if _TENSOR in words:
-            data = base64.b64decode(words[_TENSOR], validate=True)
+        if _TENSOR in content:
+            data = base64.b64decode(content[_TENSOR], validate=True)
             values = torch.tensor([*data], dtype=torch.uint8, device="cpu").view(
-                _DTYPES[words["dtype"]]
+                _DTYPES[content["dtype"]]
             )
-            return values.reshape(words["shape"])
-        if _TUPLE in words:
-            return tuple(from_json(value) for value in words[_TUPLE])
+            return values.reshape(content["shape"])
+        if _TUPLE in content:
+            return tuple(from_json(value) for value in content[_TUPLE])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"a saved tensor must be whole, got another: {error!s:.100}") from error
-    return {name: from_json(value) for name, value in words.items()}
+        raise ValueError(f"a saved tensor or tuple is damaged: {error!s:.100}") from error
+    return {name: from_json(value) for name, value in content.items()}

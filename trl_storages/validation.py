@@ -29,7 +29,6 @@ __all__ = [
     "Lanes",
     "choice",
     "counted",
-    "deprecated_keyword",
     "deprecated_method",
     "device",
     "directory",
@@ -44,6 +43,7 @@ __all__ = [
     "number",
     "optional",
     "renamed",
+    "replace_deprecated",
     "root_key",
     "shown",
     "slots",
@@ -384,12 +384,17 @@ def deprecated_method(old: str, new: str) -> Callable[..., Any]:
     return call
 
 
-def deprecated_keyword(options: dict[str, Any], old: str, new: str, value: Kind) -> Kind:
-    """Returns the value of the keyword `new`: that of `old`, with a warning, if `options` contain it."""
-    if old not in options:
-        return value
-    _warn_deprecated(f"{old}=", f"{new}=")
-    return options.pop(old)
+def replace_deprecated(options: dict[str, Any], **names: str) -> None:
+    """Renames keywords in `options` and warns of their deprecation.
+
+    Args:
+        options: keyword -> value.
+        **names: deprecated keyword -> new keyword.
+    """
+    for old, new in names.items():
+        if old in options:
+            _warn_deprecated(f"{old}=", f"{new}=")
+            options[new] = options.pop(old)
 
 
 def _warn_deprecated(old: str, new: str) -> None:

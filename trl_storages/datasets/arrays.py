@@ -117,7 +117,8 @@ def from_arrays(
     >>> storage.episodes.table()["length"].tolist()  # the last step is an observation only
     [3, 2]
     """
-    preset = validation.deprecated_keyword(options, "recipe", "preset", preset)
+    validation.replace_deprecated(options, recipe="preset")
+    preset = options.pop("preset", preset)
     infos = validation.keys("info_keys", options.get("info_keys", ()))
     if isinstance(data, Mapping):
         arrays = read_arrays(data, goal_fn, infos)

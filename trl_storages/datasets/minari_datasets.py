@@ -52,7 +52,8 @@ def from_minari(
         ImportError: `dataset` is a name, and Minari is not installed.
         KeyError, TypeError, ValueError: as in `from_arrays`.
     """
-    preset = validation.deprecated_keyword(options, "recipe", "preset", preset)
+    validation.replace_deprecated(options, recipe="preset")
+    preset = options.pop("preset", preset)
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
     info_keys = validation.keys("info_keys", options.get("info_keys", ()))
