@@ -57,7 +57,6 @@ from trl_storages.torchrl_compat import (
 from trl_storages.transforms import NStep, transforms_in
 from trl_storages.validation import Lanes, deprecated_method, lane_numbers, renamed
 from trl_storages.writing.recorder import Recorder
-from trl_storages.writing.staged_step import Step
 from trl_storages.writing.writer import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -391,9 +390,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         Raises:
             ValueError, TypeError, KeyError: a value does not fit. Nothing was written.
         """
-        step = Step(
-            observations, actions, rewards, terminateds, truncateds, infos, next_observations
-        )
+        step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
             rows, slots = self._recorder.read(step, self._storage), None
             if rows is not None:

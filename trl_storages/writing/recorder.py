@@ -6,7 +6,7 @@ Letters: E environments, S words of an observation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +20,13 @@ from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.writing.infos import any_info, final_observation, info_of_step, info_path
 from trl_storages.writing.routing import Routing, all_lanes
 from trl_storages.writing.spaces import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
-from trl_storages.writing.staged_step import StagedStep, Step
+from trl_storages.writing.staged_step import StagedStep
 
-__all__ = ["RecordedStep", "Recorder"]
+__all__ = ["Recorder"]
 
 _SAME_STEP, _NEXT_STEP = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP
-
-
-class RecordedStep(NamedTuple):
-    """The transitions of a step, valid until the next step is read."""
-
-    block: Block
-    layout: Layout
-    aliased_keys: Sequence[NestedKey]
-    """Keys of observations that share memory with their next observations."""
+#: observations, actions, rewards, terminateds, truncateds, infos, next observations
+Step = Sequence[Any]
 
 
 class Recorder:
@@ -72,16 +65,19 @@ class Recorder:
         self._last_observations: np.ndarray | None = None
         self._staged: StagedStep | None = None
 
-    def read(self, step: Step, storage: PackedStorage) -> RecordedStep | None:
-        """Reads and checks a step.
+    def read(
+        self, step: Step, storage: PackedStorage
+    ) -> tuple[Block, Layout, Sequence[NestedKey]] | None:
+        """Reads and checks the seven values of a step.
 
         Returns:
-            the transitions; None if all environments were only reset.
+            the transitions, valid until the next step is read, their layout, and the keys of observations
+            that share memory with their next observations; None if all environments were only reset.
 
         Raises:
             KeyError, TypeError, ValueError: a value does not fit.
         """
-        infos = {} if step.infos is None else step.infos
+        infos = {} if step[5] is None else step[5]
         if type(infos) is not dict and not isinstance(infos, Mapping):
             raise TypeError(f"infos must be a dictionary as of `step`, got {type(infos).__name__}.")
         staged = self._staged_for(step, infos, storage)
@@ -105,7 +101,7 @@ class Recorder:
             self._remember_ends(staged, is_reset, is_repeated)
         if not has_transitions:
             return None
-        return RecordedStep(staged.block(routing), staged.layout, staged.aliased_keys)
+        return staged.block(routing), staged.layout, staged.aliased_keys
 
     def _staged_for(self, step: Step, infos: Any, storage: PackedStorage) -> StagedStep:
         """Returns the staging for a step; that of the last step, if it fits.
@@ -114,7 +110,7 @@ class Recorder:
             KeyError, TypeError, ValueError: the step has another number of environments, or a key or a
                 value does not fit.
         """
-        is_vector = self._is_vector(step.terminateds)
+        is_vector = self._is_vector(step[3])
         if is_vector and self.autoreset_mode is None:
             raise ValueError(
                 "autoreset_mode must be passed for a vector environment, got None: create the replay "
@@ -211,13 +207,11 @@ class Recorder:
 def _fields_of(step: Step, is_vector: bool) -> dict[NestedKey, Kind]:
     """Returns the fields of a first step without its infos, with the dtypes of its values."""
     fields = dict(OUTCOME_FIELDS)
-    observations = step.observations
-    if not isinstance(observations, Mapping):
-        observations = {"observation": observations}
+    observations = step[0] if isinstance(step[0], Mapping) else {"observation": step[0]}
     for path, value in keys.leaves(observations, "observations"):
         _add_field(fields, unravel_key(path), value, is_vector)
         _add_field(fields, unravel_key(("next", *path)), value, is_vector)
-    for path, value in keys.leaves(step.actions, "actions", keys.key_path(keys.ACTION)):
+    for path, value in keys.leaves(step[1], "actions", keys.key_path(keys.ACTION)):
         _add_field(fields, unravel_key(path), value, is_vector)
     return fields
 

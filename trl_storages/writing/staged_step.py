@@ -5,8 +5,8 @@ Letters: E environments.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from trl_storages.writing.spaces import (
 )
 from trl_storages.writing.staging import Staging, share_memory
 
-__all__ = ["StagedStep", "Step"]
+__all__ = ["StagedStep"]
 
 _REALS = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
 _FLOATS: frozenset[type] = frozenset({float, np.float64, np.float32})
@@ -32,18 +32,6 @@ _NUMBERS: dict[Any, frozenset[type]] = {
     np.dtype(bool): frozenset({bool, np.bool_}),
     np.dtype(np.int64): frozenset({int, np.int64}),
 }
-
-
-class Step(NamedTuple):
-    """The values of one step of a gymnasium loop; those of vector environments begin with dimension E."""
-
-    observations: Any
-    actions: Any
-    rewards: Any
-    terminateds: Any
-    truncateds: Any
-    infos: Any
-    next_observations: Any
 
 
 class StagedStep(Staging):
@@ -108,24 +96,25 @@ class StagedStep(Staging):
     def _target(self, key: NestedKey, name: str) -> _FieldTarget:
         return _FieldTarget(self.layout.by_key[key], self.views[key], name, self.is_vector)
 
-    def put(self, step: Step) -> None:
+    def put(self, step: Sequence[Any]) -> None:
         """Copies the values of a step, without the infos.
+
+        Args:
+            step: observations, actions, rewards, terminateds, truncateds, infos, next observations.
 
         Raises:
             KeyError, TypeError, ValueError: a value does not fit, or an action is not in its space.
         """
-        before = _values_of(self._observations, _as_mapping(step.observations), "observations")
-        after = _values_of(
-            self._observations, _as_mapping(step.next_observations), "next_observations"
-        )
+        observations, actions, rewards, terminateds, truncateds, _, next_observations = step
+        before = _values_of(self._observations, _as_mapping(observations), "observations")
+        after = _values_of(self._observations, _as_mapping(next_observations), "next_observations")
         self.aliased_keys = [
             key
             for key, value, next_value in zip(self._observation_keys, before, after, strict=True)
             if share_memory(value, next_value)
         ]
-        actions = _values_of(self._actions, step.actions, "actions")
-        outcome = step.terminateds, step.truncateds, step.rewards
-        values = [*outcome, *before, *actions, *after]
+        actions = _values_of(self._actions, actions, "actions")
+        values = [terminateds, truncateds, rewards, *before, *actions, *after]
         for target, value in zip(self._targets, values, strict=True):
             kind = type(value)
             if (
