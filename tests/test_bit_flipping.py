@@ -21,11 +21,11 @@ def start(env, state, goal, seed=0):
 
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("n_bits", [2, 6])
-def test_gymnasium_accepts_it(n_bits, continuous):
+def test_bit_flipping_passes_the_checker_of_gymnasium(n_bits, continuous):
     check_env(make(n_bits, continuous))
 
 
-def test_an_episode_by_hand():
+def test_episode_worked_out_by_hand():
     env = make(3)
     start(env, [0, 0, 0], [1, 0, 1])
     obs, reward, terminated, truncated, info = env.step(0)
@@ -39,7 +39,7 @@ def test_an_episode_by_hand():
     assert info == {"is_success": True, "num_steps": 2}
 
 
-def test_a_continuous_action_flips_its_largest_component():
+def test_continuous_action_flips_its_largest_component():
     env = make(3, continuous=True)
     start(env, [0, 0, 0], [1, 1, 1])
     state = env.step(np.array([0.9, -1.0, 0.8], np.float32))[0]["observation"]
@@ -50,7 +50,7 @@ def test_a_continuous_action_flips_its_largest_component():
     assert state.tolist() == [0, 1, 0]
 
 
-def test_the_start_is_never_the_goal_and_the_pairs_are_uniform():
+def test_start_and_goal_are_uniform_over_unequal_pairs():
     env = make(2)
     counts = np.zeros((4, 4))
     env.reset(seed=0)
@@ -80,7 +80,7 @@ def test_rewards_of_any_leading_shape():
     assert env.compute_truncated(reached, goal, infos).tolist() == [False, True, True]
 
 
-def test_the_step_says_what_the_functions_say():
+def test_step_agrees_with_the_compute_functions():
     env = make(4)
     rng = np.random.default_rng(0)
     for episode in range(20):
@@ -97,13 +97,13 @@ def test_the_step_says_what_the_functions_say():
 
 
 @pytest.mark.parametrize("n_bits", [0, -1, 2.5, 2.0, True, "3"])
-def test_a_wrong_number_of_bits(n_bits):
+def test_wrong_number_of_bits_raises(n_bits):
     with pytest.raises((TypeError, ValueError), match="n_bits must be an integer of at least 1"):
         BitFlippingEnv(n_bits)
 
 
 @pytest.mark.parametrize("action", [3, -1, 1.0, np.zeros(3, np.float32)])
-def test_a_wrong_discrete_action(action):
+def test_wrong_discrete_action_raises(action):
     env = make(3)
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"number of a bit, 0 to 2.*continuous=True"):
@@ -112,7 +112,7 @@ def test_a_wrong_discrete_action(action):
 
 
 @pytest.mark.parametrize("action", [1, np.zeros(2, np.float32), np.array([0, np.nan, 0])])
-def test_a_wrong_continuous_action(action):
+def test_wrong_continuous_action_raises(action):
     env = make(3, continuous=True)
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"3 finite numbers.*continuous=False"):

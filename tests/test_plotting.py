@@ -1,4 +1,4 @@
-"""What pictures show is what is stored and drawn: their marks are compared with the rows."""
+"""Plots: their marks are compared with the stored transitions and the sampled batches."""
 
 import matplotlib as mpl
 import pytest
@@ -49,7 +49,7 @@ def marked(ax, label):
     return [(segment[0][0], *sorted(segment[:, 1])) for segment in collection.get_segments()]
 
 
-def test_ages_are_counted():
+def test_plot_ages_counts_ages():
     storage = UniformReplayStorage(*SPACES, storage_size=20, seed=0)
     storage.extend(steps(25))
     batch = storage.sample(3000)
@@ -58,20 +58,20 @@ def test_ages_are_counted():
     expected = [int((ages == age).sum()) for age in range(20)]
     assert [bar.get_height() for bar in ax.patches] == expected
     assert ax.lines[0].get_ydata()[0] == 150
-    assert ax.get_title(loc="left") == "3,000 samples of 20 rows"
+    assert ax.get_title(loc="left") == "3,000 samples of 20 transitions"
 
 
 @pytest.mark.parametrize(("size", "width"), [(20, 1), (1200, 3)])
-def test_priorities_by_slot(size, width):
+def test_plot_priorities_shows_mean_and_maximum_by_slot(size, width):
     storage = PrioritizedReplayStorage(*SPACES, storage_size=size, eta=0.9, c_min=2)
     slots = storage.extend(steps(11))
     storage.update_priority(slots, torch.arange(1.0, 12))
     bars = [bar.get_height() for bar in plot_priorities(storage).patches if bar.get_height()]
-    # Slots 0 to 2, 3 to 5, 6 to 8; the last three are two rows and a slot without one.
+    # Slots 0 to 2, 3 to 5, 6 to 8; the last three hold two transitions and an empty slot.
     assert bars == ([*range(1, 12)] if width == 1 else [3, 6, 9, 11, 2, 5, 8, 10.5])
 
 
-def test_the_ring_of_one_lane_that_has_wrapped():
+def test_plot_ring_of_a_wrapped_lane():
     storage = UniformReplayStorage(*SPACES, storage_size=10)
     storage.extend(steps(14, [2, 6, 11]))
     ax = plot_ring(storage)
@@ -81,12 +81,12 @@ def test_the_ring_of_one_lane_that_has_wrapped():
     assert colours == [second] * 2 + [third] * 2 + [first] * 3 + [second] * 3
     assert len({first, second, third}) == 3
     assert marked(ax, "ended") == [(7, -0.5, 0.5), (2, -0.5, 0.5)]
-    assert marked(ax, "cut or running") == [(4, -0.5, 0.5)]
-    assert marked(ax, "written next") == [(4, -0.5, 0.5)]
-    assert ax.get_title(loc="left") == "10 rows, 1 lane, 3 episodes"
+    assert marked(ax, "split or running") == [(4, -0.5, 0.5)]
+    assert marked(ax, "write cursor") == [(4, -0.5, 0.5)]
+    assert ax.get_title(loc="left") == "10 transitions, 1 lane, 3 episodes"
 
 
-def test_the_ring_of_lanes_of_unequal_fill():
+def test_plot_ring_of_lanes_of_unequal_fill():
     storage = UniformReplayStorage(*SPACES, storage_size=12, num_envs=2)
     storage.extend(steps(3, [1]), lanes=[1])
     storage.extend(steps(1), lanes=[0])
@@ -95,11 +95,11 @@ def test_the_ring_of_lanes_of_unequal_fill():
     empty = colours[0][-1]
     filled = [[colour != empty for colour in lane] for lane in colours]
     assert filled == [[True] + [False] * 5, [True] * 3 + [False] * 3]
-    assert marked(ax, "written next") == [(1, -0.5, 0.5), (3, 0.5, 1.5)]
+    assert marked(ax, "write cursor") == [(1, -0.5, 0.5), (3, 0.5, 1.5)]
     assert marked(ax, "ended") == [(2, 0.5, 1.5)]
 
 
-def test_an_episode_with_samples_and_goals():
+def test_plot_episode_shows_samples_and_goals():
     storage = hindsight(n_step=2)
     batch = storage.sample(64)
     said = storage.explain(batch)
@@ -111,7 +111,7 @@ def test_an_episode_with_samples_and_goals():
     begin, end = said["step"][which], (said["step"] + said["steps"])[which]
     expected = sorted(zip(begin.tolist(), end.tolist(), strict=True))
     assert [(bar[0][0], bar[1][0]) for bar in bars] == expected
-    stars = next(line for line in ax.lines if line.get_label() == "its goal")
+    stars = next(line for line in ax.lines if line.get_label() == "new goal")
     relabelled = which[said["relabelled"][which]]
     goals = (said["step"] + said["goal_offset"] + 1)[relabelled]
     assert sorted(stars.get_xdata()) == sorted(goals.tolist())
@@ -120,7 +120,7 @@ def test_an_episode_with_samples_and_goals():
     assert len(few.get_yticklabels()) == 3
 
 
-def test_sequences_are_one_bar_each():
+def test_plot_episode_shows_a_sequence_as_one_bar():
     unit = EpisodeSequence(3, burn_in=1)
     storage = UniformReplayStorage(*SPACES, storage_size=20, sample_unit=unit, seed=0)
     storage.extend(steps(9))
@@ -130,7 +130,7 @@ def test_sequences_are_one_bar_each():
     assert max(bar[1][0] for bar in bars) == 9
 
 
-def test_axes_that_are_given_are_used_and_what_is_not_there_raises():
+def test_given_axes_are_used_and_missing_data_raise():
     storage = hindsight(alpha=0.5)
     figure, axes = plt.subplots(2, 2)
     assert plot_ages(storage, storage.sample(), ax=axes[0, 0]) is axes[0, 0]
@@ -140,5 +140,5 @@ def test_axes_that_are_given_are_used_and_what_is_not_there_raises():
     assert plt.get_fignums() == [figure.number]
     with pytest.raises(TypeError, match=r"must be a PERSampler"):
         plot_priorities(hindsight())
-    with pytest.raises(RuntimeError, match="storage must hold rows to show"):
+    with pytest.raises(RuntimeError, match="the replay buffer is empty"):
         plot_ring(UniformReplayStorage(*SPACES, storage_size=3))

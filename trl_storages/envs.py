@@ -1,4 +1,4 @@
-"""The n-bit test bed of hindsight experience replay, registered with gymnasium on import.
+"""The bit-flipping environment of hindsight experience replay (HER), registered with gymnasium on import.
 
 Letters: B batch (any leading shape), n number of bits.
 """
@@ -16,28 +16,28 @@ __all__ = ["BitFlippingEnv"]
 
 
 class BitFlippingEnv(gymnasium.Env[Any, Any]):
-    """Flips bits until they equal the goal's; the reward says only whether they do.
+    """Flips bits until they equal the goal, with a sparse reward.
 
-    The state is n bits, the goal n others, both uniform and never equal at the start. The reward
-    is 0 where the bits reached equal the goal and -1 elsewhere. An episode is *terminated* on
-    success and *truncated* after n steps; the last step can be both, as with
-    `gymnasium.wrappers.TimeLimit`. With many bits, chance never reaches the goal: the only thing to learn
-    from is what was reached instead, which is what hindsight uses.
+    State and goal are n bits each, drawn uniformly and never equal at the start. The reward is 0 if the
+    state equals the goal after the step, and -1 otherwise. An episode is *terminated* on success and
+    *truncated* after n steps; the last step can be both, as with `gymnasium.wrappers.TimeLimit`. With
+    many bits, random actions never reach the goal, so all rewards are equal. HER learns nevertheless,
+    because it replaces the goal with a state that was reached.
 
     - Observation: a dictionary of `observation` and `achieved_goal` (both the bits) and
-      `desired_goal`, each `[n]` float32 of 0 and 1, so that networks take them as they are.
+      `desired_goal`, each `[n]` float32 of 0 and 1, ready for networks.
     - Discrete action: which bit to flip.
     - Continuous action, `[n]` float32 in [-1, 1]: the **largest** component selects the bit to flip (the
       first of equal ones). A step flips one bit, as with discrete actions, so n steps are just enough to
-      reach any goal. If every positive component flipped its bit, any state would be one step away from
-      any other, and hindsight would have no future to draw from.
+      reach any goal. If every positive component flipped its bit, each state could be reached from any
+      state in one step, and HER would have no future states to choose goals from.
     - Info: `is_success` and `num_steps` since the reset.
 
-    In a process that has not imported this package, its ID is "trl_storages:BitFlipping-v0".
+    In a process that has not imported this package, the ID is "trl_storages:BitFlipping-v0".
 
     Args:
-        n_bits: number of bits n, the length of an episode, and how many actions there are.
-        continuous: take `[n]` vectors as actions instead of the number of a bit.
+        n_bits: number of bits n, which is also the time limit and the number of discrete actions.
+        continuous: whether actions are vectors `[n]` instead of the number of a bit.
 
     Raises:
         ValueError: `n_bits` is not a positive integer.
@@ -64,7 +64,7 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         """Draws new bits and a goal that differs from them; ignores `options`."""
         super().reset(seed=seed)
         self._num_steps = 0
-        # Drawing the pair again as a whole keeps it uniform over all unequal pairs.
+        # Both are drawn again, so that the pair is uniform over all unequal pairs.
         while True:
             bits = self.np_random.integers(0, 2, (2, self.n_bits)).astype(np.float32)
             self._state, self._goal = bits
@@ -88,13 +88,13 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
         return self._observation(), reward, info["is_success"], truncated, info
 
     def compute_reward(self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any) -> Any:
-        """Returns the reward of reaching `achieved_goal` `[B, n]` when `desired_goal` was wanted.
+        """Returns the rewards of achieved goals `[B, n]` for desired goals `[B, n]`.
 
         Returns:
             `[B]` float32, 0 where all n bits are equal and -1 elsewhere; `info` is ignored.
         """
-        reached = self.compute_terminated(achieved_goal, desired_goal, info)
-        return reached.astype(np.float32) - np.float32(1.0)
+        is_success = self.compute_terminated(achieved_goal, desired_goal, info)
+        return is_success.astype(np.float32) - np.float32(1.0)
 
     def compute_terminated(
         self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
@@ -105,9 +105,9 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
     def compute_truncated(
         self, achieved_goal: ArrayLike, desired_goal: ArrayLike, info: Any
     ) -> Any:
-        """Returns `[B]` bool, whether `info["num_steps"]` used up the episode's n steps.
+        """Returns `[B]` bool, whether `info["num_steps"]` has reached the time limit n.
 
-        It does not depend on the goals, so relabelling never changes it.
+        Truncation does not depend on the goals, so relabelling never changes it.
         """
         return np.asarray(info["num_steps"]) >= self.n_bits
 
@@ -118,14 +118,16 @@ class BitFlippingEnv(gymnasium.Env[Any, Any]):
                 return int(values.argmax())
         elif values.size == 1 and values.dtype.kind in "iu" and 0 <= values.item() < n_bits:
             return int(values.item())
-        bit = f"the number of a bit, 0 to {n_bits - 1}"
-        must = f"{n_bits} finite numbers" if self.continuous else bit
+        discrete = f"the number of a bit, 0 to {n_bits - 1}"
+        expected = f"{n_bits} finite numbers" if self.continuous else discrete
         raise ValueError(
-            f"action must be {must}, got {action!r}; others need continuous={not self.continuous}."
+            f"action must be {expected}, got {action!r}; for "
+            f"{'discrete' if self.continuous else 'continuous'} actions pass "
+            f"continuous={not self.continuous}."
         )
 
     def _observation(self) -> dict[str, NDArray[np.float32]]:
-        # Copies: what was handed out must not change with the next step.
+        # Copies, because the next step changes the state in place.
         state, goal = self._state.copy(), self._goal.copy()
         return {"observation": state, "achieved_goal": state.copy(), "desired_goal": goal}
 

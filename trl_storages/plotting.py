@@ -1,4 +1,4 @@
-"""Plots of stored rows and sampled batches.
+"""Plots of stored transitions and sampled batches.
 
 Each function draws into the given Axes, or into a new figure, and returns the Axes.
 Letters: E lanes (environments), T steps of a lane.
@@ -30,18 +30,18 @@ __all__ = ["plot_ages", "plot_episode", "plot_priorities", "plot_ring"]
 _BLUE, _LIGHT, _ORANGE = "#3b6ea5", "#b9d0e8", "#e08a1e"
 _RED, _GREY, _DARK = "#c23b3b", "#e9e9e9", "#333333"
 # Neighbouring episodes get different colours, all light enough for dark marks.
-_EPISODES = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
-# More than this can't be distinguished in a plot.
-_MOST_AGES, _MOST_BARS, _MOST_MARKS = 40, 400, 150
+_EPISODE_COLOURS = ("#9ecae1", "#c7e9c0", "#fdd0a2", "#dadaeb", "#fcc5c0", "#d9c8ae")
+# More bars or marks can't be distinguished in a plot.
+_MAX_AGE_BINS, _MAX_BARS, _MAX_MARKS = 40, 400, 150
 
 
 def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None = None) -> Axes:
-    """Plots the ages of a batch's rows, compared with uniform draws.
+    """Plots a histogram of the ages of a batch's transitions, compared with uniform sampling.
 
     Args:
-        storage: the storage that the batch was sampled from.
+        storage: the replay buffer that the batch was sampled from.
         batch: one batch, or several joined by `torch.cat`; more samples give a smoother plot.
-        ax: where to draw; None makes a figure.
+        ax: the Axes to draw into; None creates a figure.
 
     Raises:
         KeyError, IndexError: as in `storage.explain`.
@@ -52,31 +52,31 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
     >>> for step in range(30):
     ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_ages(storage, storage.sample()).get_xlabel()
-    'age in rows'
+    'age in transitions'
     """
     ax = _axes(storage, ax, (5, 2.6))
     ages = storage.explain(batch)["age"].numpy()
     num_rows = len(storage)
-    counts, edges = np.histogram(ages, min(_MOST_AGES, num_rows), (0, num_rows))
+    counts, edges = np.histogram(ages, min(_MAX_AGE_BINS, num_rows), (0, num_rows))
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
     uniform = len(ages) / len(counts)
     ax.axhline(uniform, color=_ORANGE, ls="--", lw=1.2, label="uniform")
-    ax.set(xlim=(0, num_rows), xlabel="age in rows", ylabel="samples")
-    return _titled(ax, f"{len(ages):,} samples of {num_rows:,} rows")
+    ax.set(xlim=(0, num_rows), xlabel="age in transitions", ylabel="samples")
+    return _titled(ax, f"{len(ages):,} samples of {num_rows:,} transitions")
 
 
 def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
-    """Plots the priorities of all rows by slot, lane by lane, and where each lane is written next.
+    """Plots the priorities of all transitions by slot, lane by lane, and each lane's write cursor.
 
-    If there are many rows, each bar shows the mean and maximum of several neighbouring slots.
+    If there are many slots, each bar shows the mean and maximum of several neighbouring slots.
 
     Args:
-        storage: a storage that draws by priority.
-        ax: where to draw; None makes a figure.
+        storage: a replay buffer with a `PERSampler`.
+        ax: the Axes to draw into; None creates a figure.
 
     Raises:
-        TypeError: the storage does not draw by priority.
-        RuntimeError: it is empty.
+        TypeError: the replay buffer has no `PERSampler`.
+        RuntimeError: the replay buffer is empty.
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import PrioritizedReplayStorage
@@ -87,40 +87,41 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     'priority'
     """
     ax = _axes(storage, ax, (6, 2.6))
-    what, sampler = "a PERSampler, alpha=0.6", layers_of(storage.sampler)[-1]
-    validation.instance("the sampler of storage", sampler, PERSampler, what=what)
+    sampler = layers_of(storage.sampler)[-1]
+    expected = "a PERSampler, alpha=0.6"
+    validation.instance("the sampler of storage", sampler, PERSampler, what=expected)
     priorities = sampler.priorities_of(storage.storage.view()).by_slot().astype(np.float64)
     num_slots = len(priorities)
-    width = -(-num_slots // _MOST_BARS)
+    width = -(-num_slots // _MAX_BARS)
     # Empty slots have an infinite priority.
     padded = np.pad(priorities, (0, -num_slots % width), constant_values=np.inf)
     bars = np.ma.masked_invalid(padded.reshape(-1, width))
-    left = np.arange(len(bars)) * width
+    first_slots = np.arange(len(bars)) * width
     if width > 1:
-        most = bars.max(1).filled(0)
-        ax.bar(left, most, width, align="edge", color=_LIGHT, label=f"largest of {width}")
-    mean = bars.mean(1).filled(0)
-    ax.bar(left, mean, width, align="edge", color=_BLUE, label="mean" if width > 1 else None)
+        maxima = bars.max(1).filled(0)
+        ax.bar(first_slots, maxima, width, align="edge", color=_LIGHT, label=f"largest of {width}")
+    means, label = bars.mean(1).filled(0), "mean" if width > 1 else None
+    ax.bar(first_slots, means, width, align="edge", color=_BLUE, label=label)
     index = storage.episodes
     cursors = index.slots_of(np.arange(index.num_envs), index.cursors)
-    whole = ax.get_xaxis_transform()
-    ax.vlines(cursors, 0, 1, _RED, lw=1.4, label="written next", transform=whole)
+    full_height = ax.get_xaxis_transform()
+    ax.vlines(cursors, 0, 1, _RED, lw=1.4, label="write cursor", transform=full_height)
     ax.set(xlim=(0, num_slots), xlabel="slot", ylabel="priority")
-    return _titled(ax, f"{bars.count():,} rows, alpha {sampler.alpha:g}")
+    return _titled(ax, f"{bars.count():,} transitions, alpha {sampler.alpha:g}")
 
 
 def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
-    """Plots the ring: its lanes, their episodes, and each lane's write cursor.
+    """Plots the ring of slots: its lanes, their episodes, and each lane's write cursor.
 
-    Neighbouring episodes have different colours. Unless there are too many, the end of each is marked:
-    by a solid line if it ended, by a dotted one if it was cut or is running.
+    Neighbouring episodes have different colours. Unless there are too many episodes, the end of each is
+    marked: a solid line if the episode ended, a dotted line if it was split or is running.
 
     Args:
-        storage: any storage, with any number of lanes.
-        ax: where to draw; None makes a figure.
+        storage: a replay buffer.
+        ax: the Axes to draw into; None creates a figure.
 
     Raises:
-        RuntimeError: the storage is empty.
+        RuntimeError: the replay buffer is empty.
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
@@ -128,19 +129,20 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     >>> for step in range(30):
     ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_ring(storage).get_title(loc="left")
-    '30 rows, 1 lane, 3 episodes'
+    '30 transitions, 1 lane, 3 episodes'
     """
     episodes = storage.episodes
     num_lanes, T = episodes.num_envs, episodes.steps_per_lane
     ax = _axes(storage, ax, (7, 0.9 + 0.35 * min(num_lanes, 8)))
     table = episodes.table()
     names = "first", "length", "lane", "finished"
-    first, length, lane, finished = (table[name].numpy() for name in names)
-    number = np.arange(len(length)).repeat(length)
-    step = first[number] + np.arange(len(number)) - (length.cumsum() - length)[number]
-    colours = np.array([to_rgb(colour) for colour in _EPISODES])
+    first, length, lane, is_finished = (table[name].numpy() for name in names)
+    # The episode and the step of each transition.
+    episode = np.arange(len(length)).repeat(length)
+    step = first[episode] + np.arange(len(episode)) - (length.cumsum() - length)[episode]
+    colours = np.array([to_rgb(colour) for colour in _EPISODE_COLOURS])
     picture = np.full((num_lanes * T, 3), to_rgb(_GREY))
-    picture[episodes.slots_of(lane[number], step)] = colours[number % len(colours)]
+    picture[episodes.slots_of(lane[episode], step)] = colours[episode % len(colours)]
     extent = 0, T, num_lanes - 0.5, -0.5
     ax.imshow(
         picture.reshape(num_lanes, T, 3), aspect="auto", interpolation="nearest", extent=extent
@@ -149,30 +151,31 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     def mark(lane: np.ndarray, step: np.ndarray, *style: Any, **options: Any) -> None:
         ax.vlines(step, lane - 0.5, lane + 0.5, *style, **options)
 
-    if len(first) <= _MOST_MARKS * num_lanes:
-        last = (first + length - 1) % T + 1
-        mark(lane[finished], last[finished], _DARK, "-", lw=1.2, label="ended")
-        mark(lane[~finished], last[~finished], _DARK, ":", lw=1.2, label="cut or running")
-    mark(np.arange(num_lanes), episodes.cursors % T, _RED, lw=2.5, label="written next")
+    if len(first) <= _MAX_MARKS * num_lanes:
+        end = (first + length - 1) % T + 1
+        mark(lane[is_finished], end[is_finished], _DARK, "-", lw=1.2, label="ended")
+        mark(lane[~is_finished], end[~is_finished], _DARK, ":", lw=1.2, label="split or running")
+    mark(np.arange(num_lanes), episodes.cursors % T, _RED, lw=2.5, label="write cursor")
     ax.set_yticks(range(0, num_lanes, -(-num_lanes // 16)))
-    ax.set(xlim=(0, T), ylim=(num_lanes - 0.5, -0.5), xlabel="step of the ring", ylabel="lane")
-    parts = (len(number), "row"), (num_lanes, "lane"), (len(first), "episode")
-    return _titled(ax, ", ".join(counted(*part) for part in parts))
+    ax.set(xlim=(0, T), ylim=(num_lanes - 0.5, -0.5), xlabel="slot of the lane", ylabel="lane")
+    counts = (len(episode), "transition"), (num_lanes, "lane"), (len(first), "episode")
+    return _titled(ax, ", ".join(counted(*count) for count in counts))
 
 
 def plot_episode(
     storage: ReplayStorage, batch: TensorDictBase, *, most: int = 12, ax: Axes | None = None
 ) -> Axes:
-    """Plots the episode with most samples of a batch, those samples, and their goals.
+    """Plots one episode, the samples of a batch from it, and their goals.
 
-    Each line of the plot is a sample: a bar from its first state to the state it leads to, over n steps
-    or the steps of a sequence, and a star at the state that its goal comes from.
+    The plot shows the episode that most samples come from. Each line of the plot is a sample: a bar from
+    its first state to the state it leads to, over n steps or the steps of a sequence, and a star at the
+    state that supplies its goal.
 
     Args:
-        storage: the storage that the batch was sampled from.
-        batch: the samples; the rows of a sequence count as one.
+        storage: the replay buffer that the batch was sampled from.
+        batch: the samples; a sequence is one sample.
         most: maximum number of samples to plot.
-        ax: where to draw; None makes a figure.
+        ax: the Axes to draw into; None creates a figure.
 
     Raises:
         KeyError, IndexError: as in `storage.explain`.
@@ -188,21 +191,22 @@ def plot_episode(
     most = validation.integer("most", most, at_least=1)
     ax = _axes(storage, ax, (6.5, 1.2 + 0.22 * most))
     num_samples = batch.shape[0]
-    if batch.ndim == 1 and (place := batch.get(keys.STEP_IN_SEQUENCE, None)) is not None:
-        # The rows of a sequence are consecutive.
-        num_samples //= int(place.max()) + 1
+    step_in_sequence = batch.get(keys.STEP_IN_SEQUENCE, None)
+    if batch.ndim == 1 and step_in_sequence is not None:
+        # The transitions of a sequence are consecutive.
+        num_samples //= int(step_in_sequence.max()) + 1
     columns = {
         name: column.numpy().reshape(num_samples, -1)
         for name, column in storage.explain(batch).columns.items()
     }
     begin, end = _bars(columns)
     episode = columns["episode"][:, 0]
-    which = np.flatnonzero(episode == np.bincount(episode).argmax())
-    num_found, num_shown = len(which), min(len(which), most)
-    which = which[np.lexsort((end[which], begin[which]))]
-    which = which[np.linspace(0, num_found - 1, num_shown).round().astype(np.int64)]
-    shown = {name: column[which] for name, column in columns.items()}
-    begin, end = begin[which], end[which]
+    samples = np.flatnonzero(episode == np.bincount(episode).argmax())
+    num_in_episode, num_shown = len(samples), min(len(samples), most)
+    samples = samples[np.lexsort((end[samples], begin[samples]))]
+    samples = samples[np.linspace(0, num_in_episode - 1, num_shown).round().astype(np.int64)]
+    shown = {name: column[samples] for name, column in columns.items()}
+    begin, end = begin[samples], end[samples]
     lines = np.arange(num_shown)
     ax.hlines(lines, begin, end, _BLUE, lw=5, label="sample")
     ax.plot(begin, lines, "o", color=_DARK, ms=3.5)
@@ -211,50 +215,60 @@ def plot_episode(
     length = int(shown["length"][0, 0])
     slot = torch.from_numpy(shown["slot"][:1, 0])
     last = storage.episodes.shift(slot, storage.episodes.num_after(slot))
-    style, label = ("-", "ended") if storage.episodes.is_done(last) else (":", "cut or running")
+    style, label = ("-", "ended") if storage.episodes.is_done(last) else (":", "split or running")
     ax.axvline(length, color=_DARK, ls=style, lw=1.4, label=label)
-    ax.set_yticks(lines, which.tolist(), fontsize=7)
+    ax.set_yticks(lines, samples.tolist(), fontsize=7)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlim=(-0.4, length + 0.4), ylim=(num_shown - 0.4, -0.6))
     ax.set(xlabel="step of the episode", ylabel="sample")
-    more = f", {num_shown} shown" if num_shown < num_found else ""
-    return _titled(ax, f"{length} steps, {num_found} of {num_samples} samples{more}")
+    suffix = f", {num_shown} shown" if num_shown < num_in_episode else ""
+    return _titled(ax, f"{length} steps, {num_in_episode} of {num_samples} samples{suffix}")
 
 
 def _bars(columns: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps at which each sample begins and ends."""
     step, episode = columns["step"], columns["episode"]
     steps = columns.get("steps", np.ones_like(step))
-    # Ignore rows of other episodes, as in sequences that cross episodes.
-    valid = columns.get("valid", True) & (episode == episode[:, :1])
-    begin = np.where(valid, step, step.max() + 1).min(1)
-    return begin, np.where(valid, step + steps, -1).max(1)
+    # Transitions of other episodes are ignored: sequences may span episodes.
+    is_shown = columns.get("valid", True) & (episode == episode[:, :1])
+    begin = np.where(is_shown, step, step.max() + 1).min(1)
+    return begin, np.where(is_shown, step + steps, -1).max(1)
 
 
 def _mark_goals(ax: Axes, shown: dict[str, np.ndarray], end: np.ndarray) -> None:
-    """Marks for each sample where its goal comes from."""
-    relabelled, same = shown["relabelled"][:, 0], shown["goal_same_episode"][:, 0]
+    """Marks the origin of each sample's goal.
+
+    Args:
+        ax: the Axes.
+        shown: columns of `explain` for the samples.
+        end: `[num_shown]` step at which the bar of each sample ends.
+    """
+    is_relabelled, is_same_episode = shown["relabelled"][:, 0], shown["goal_same_episode"][:, 0]
     goal = (shown["step"] + shown["goal_offset"])[:, 0] + 1
-    lines, inside = np.arange(len(end)), relabelled & same
-    ax.hlines(lines[inside], end[inside], goal[inside], _ORANGE, ":", lw=1.2)
-    for which, at, mark, label in (
-        (inside, goal, "*", "its goal"),
-        (relabelled & ~same, end, "x", "goal of another episode"),
-        (~relabelled, end, "|", "stored goal"),
+    lines, is_own_goal = np.arange(len(end)), is_relabelled & is_same_episode
+    ax.hlines(lines[is_own_goal], end[is_own_goal], goal[is_own_goal], _ORANGE, ":", lw=1.2)
+    for mask, steps, marker, label in (
+        (is_own_goal, goal, "*", "new goal"),
+        (is_relabelled & ~is_same_episode, end, "x", "goal of another episode"),
+        (~is_relabelled, end, "|", "stored goal"),
     ):
-        if which.any():
-            ax.plot(at[which], lines[which], mark, color=_ORANGE, ms=9, label=label, ls="none")
+        if mask.any():
+            ax.plot(steps[mask], lines[mask], marker, color=_ORANGE, ms=9, label=label, ls="none")
 
 
 def _axes(storage: ReplayStorage, ax: Any, size: tuple[float, float]) -> Axes:
-    """Returns the given Axes, or those of a new figure, for a storage that has rows to show."""
+    """Returns the given Axes, or those of a new figure.
+
+    Raises:
+        RuntimeError: the replay buffer is empty.
+    """
     if not len(storage):
-        raise RuntimeError("storage must hold rows to show, and is empty: write some first.")
+        raise RuntimeError("the replay buffer is empty: write transitions before you plot them.")
     return pyplot.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
 def _titled(ax: Axes, title: str) -> Axes:
-    """Puts the title above the plot and the legend beside it, where they hide nothing."""
+    """Adds a title above the plot and a legend to its right, outside of the plot."""
     ax.set_title(title, loc="left", fontsize=9)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=7, frameon=False, handlelength=1.4)
     return ax

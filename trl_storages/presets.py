@@ -121,8 +121,8 @@ class UniformReplayStorage(ReplayStorage):
             readers write it, because an info describes the next state: n-step returns take it from the
             last step. A nested key is stored as it is. Use `extra_fields` for entries that describe the
             observation, such as a recurrent state before the step.
-        autoreset_mode: gymnasium's `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for loops
-            that reset environments themselves. `record` of several environments needs it.
+        autoreset_mode: gymnasium's `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
+            loops that reset environments themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
             its lane: "cut" splits the episode there, with one warning; "ignore" continues it.
         max_entries: room for observations, over all environments; see `PackedStorage`.
@@ -133,9 +133,9 @@ class UniformReplayStorage(ReplayStorage):
         service_backend: "ray" creates the buffer in a Ray actor, and returns a handle.
         service_backend_options: `remote_config` and `ray_init_config` of that actor.
 
-    `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with HER `num_goals` and
-    `strategy`, are attributes of the buffer that may be set at any time. A new value applies from the next
-    batch on; prefetched batches keep the old value.
+    `n_step`, `discount`, `alpha`, `beta`, `normalize`, `eps`, `eta`, `c_min`, and with HER `num_goals`
+    and `strategy`, are attributes of the buffer that may be set at any time. A new value applies from the
+    next batch on; prefetched batches keep the old value.
 
     Raises:
         ValueError: `storage_size` is smaller than `2 * num_envs`; an option is out of range; or a field

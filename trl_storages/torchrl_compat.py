@@ -1,16 +1,16 @@
-"""What this package takes of TorchRL's private names, and what it refuses of its parts and methods.
+"""Private names of TorchRL that this package uses, and parts of TorchRL that it rejects.
 
 The private names of TorchRL, tensordict and torch have no public equivalent. `tests/test_package.py`
-checks each against the installed release, so that a breaking release fails there, by name, and not in a
-training run.
+checks each against the installed release. A release that renames one therefore fails that test, which
+names it, and not a training run.
 
 - `new_tensordict`: builds a TensorDict from tensors known to fit, at a tenth of the constructor's cost.
 - `copy_all`: copies tensors to others in one call.
-- `InferenceMode`: what `torch.inference_mode` enters and leaves.
+- `InferenceMode`: the context manager in C inside `torch.inference_mode`.
 - `dispatch_td_nn_modules`: the context in which replay buffers call their transforms.
-- `RayClient`: what other processes call a storage in a Ray actor by.
+- `RayClient`: the client of a replay buffer in a Ray actor.
 
-What subclasses here read, set or override, by the class that it is of:
+Private attributes that subclasses here read, set or override, by their class in TorchRL:
 
 - `ReplayBuffer`: `_accepts_transport_backend`, `_batch_size`, `_collate_fn`, `_delayed_init`,
   `_initialized`, `_iterator`, `_prefetch_queue`, `_replay_lock`, `_rng`, `_sampler`, `_service_shutdown`,
@@ -53,28 +53,28 @@ __all__ = [
 def new_tensordict(
     source: dict[str, Any], batch_size: torch.Size, device: torch.device
 ) -> TensorDict:
-    """Builds a TensorDict from a dict of tensors and TensorDicts that are known to fit."""
+    """Returns a TensorDict of tensors and TensorDicts without checks of their batch sizes."""
     data = TensorDict._new_unsafe(source, batch_size=batch_size, nested=False)
     # Set directly: passing the device to the constructor makes it query torch for devices each time.
     data._device = device
     return data
 
 
-_OTHER_PARTS = "make another ReplayStorage"
-_HOOKS = "there are no hooks: change what state_dict() returns"
-_IN_PLACE = "rows are not overwritten, but for values of their steps: use rewrite(index, values)"
+_NEW_COMPONENTS = "create another ReplayStorage"
+_HOOKS = "there are no hooks: change the dict that state_dict() returns"
+_IN_PLACE = "only values of a step, such as rewards, can be overwritten: use rewrite(index, values)"
 
-#: Method of TorchRL's buffers -> what to do instead.
+#: Method of TorchRL's replay buffers -> advice.
 UNSUPPORTED: dict[str, str] = {
-    "mark_update": "what is new is seen when a batch is drawn",
+    "mark_update": "samplers see new transitions when they sample",
     "query": "use episodes.table(), and storage[slots]",
     "read_all_in_order": "use storage[:]",
     "register_load_hook": _HOOKS,
     "register_save_hook": _HOOKS,
     "set_": _IN_PLACE,
     "set_at_": _IN_PLACE,
-    "set_storage": _OTHER_PARTS,
-    "set_writer": _OTHER_PARTS,
+    "set_storage": _NEW_COMPONENTS,
+    "set_writer": _NEW_COMPONENTS,
     "submit_update_if_present": _IN_PLACE,
     "update_": _IN_PLACE,
     "update_if_present": _IN_PLACE,
@@ -83,7 +83,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 class UnsupportedMethods:
-    """Refuses what is inherited and makes no sense over lanes of episodes."""
+    """Raises in inherited methods that would be wrong for lanes of episodes."""
 
     @property
     def _collate_fn(self) -> NoReturn:
@@ -94,20 +94,20 @@ class UnsupportedMethods:
         )
 
 
-def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"a ReplayStorage has no {name}(): {instead}.")
+def _raising_method(name: str, advice: str) -> Callable[..., NoReturn]:
+    def reject(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"a ReplayStorage has no {name}(): {advice}.")
 
-    refuse.__name__, refuse.__doc__ = name, f"Raises a RuntimeError: {instead}."
-    return refuse
-
-
-for _name, _instead in UNSUPPORTED.items():
-    setattr(UnsupportedMethods, _name, _refusing(_name, _instead))
+    reject.__name__, reject.__doc__ = name, f"Raises a RuntimeError: {advice}."
+    return reject
 
 
-# Class of TorchRL's -> what to use instead.
-_INSTEAD = {
+for _name, _advice in UNSUPPORTED.items():
+    setattr(UnsupportedMethods, _name, _raising_method(_name, _advice))
+
+
+# Class of TorchRL -> replacement here.
+_REPLACEMENTS = {
     "CatFrames": "frame_stack=k over stacks, or sample_unit=EpisodeSequence(length)",
     "ConsumingSampler": "UniformSampler()",
     "MultiStepTransform": "n_step=3, or transform=NStep(3)",
@@ -123,20 +123,22 @@ _INSTEAD = {
 }
 
 
-def reject_torchrl_components(*parts: Any) -> None:
-    """Raises a TypeError if a part is one of TorchRL's that would be wrong over lanes of episodes.
+def reject_torchrl_components(*components: Any) -> None:
+    """Raises a TypeError for components of TorchRL that would be wrong for lanes of episodes.
 
     >>> from torchrl.data import SliceSampler
-    >>> refuse_stock(SliceSampler(slice_len=2))
+    >>> reject_torchrl_components(SliceSampler(slice_len=2))
     Traceback (most recent call last):
-    TypeError: SliceSampler knows no lanes and episodes: use sample_unit=EpisodeSequence(length), or ...
+    TypeError: SliceSampler does not support lanes and episodes: use
+        sample_unit=EpisodeSequence(length), or storage.sample_episodes(n).
     """
-    for part in parts:
-        for kind in type(part).__mro__:
+    for component in components:
+        for kind in type(component).__mro__:
             package = kind.__module__.partition(".")[0]
             if package == "trl_storages":
                 break
-            if package == "torchrl" and kind.__name__ in _INSTEAD:
+            if package == "torchrl" and kind.__name__ in _REPLACEMENTS:
                 raise TypeError(
-                    f"{type(part).__name__} knows no lanes and episodes: use {_INSTEAD[kind.__name__]}."
+                    f"{type(component).__name__} does not support lanes and episodes: use "
+                    f"{_REPLACEMENTS[kind.__name__]}."
                 )

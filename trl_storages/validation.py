@@ -1,6 +1,6 @@
-"""Argument checks with uniform error messages: what must hold, and what came.
+"""Checks of arguments, with error messages of one form: "name must be ..., got ...".
 
-Each function returns the normalised argument, or raises. NumPy scalars and one-element tensors count as
+Each check returns the normalised argument, or raises. NumPy scalars and one-element tensors count as
 numbers; a bool does not.
 """
 
@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -27,12 +26,10 @@ if TYPE_CHECKING:
     Options = ParamSpec("Options")
 
 __all__ = [
-    "ComponentSetting",
     "Lanes",
-    "Setting",
-    "Strict",
     "choice",
     "counted",
+    "deprecated_method",
     "device",
     "directory",
     "flag",
@@ -46,6 +43,7 @@ __all__ = [
     "number",
     "optional",
     "renamed",
+    "replace_deprecated",
     "root_key",
     "shown",
     "slots",
@@ -64,8 +62,8 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
     """Returns an integer within a range.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is not whole, or out of range.
+        TypeError: `value` is not a number.
+        ValueError: `value` is not whole, or out of range.
 
     >>> integer("num_envs", np.int64(2), at_least=1)
     2
@@ -87,7 +85,7 @@ def integer(name: str, value: Any, *, at_least: int = 0, at_most: int = _INT64_M
 def optional(
     check: Callable[..., Kind], name: str, value: Any, *limits: Any, **named: Any
 ) -> Kind | None:
-    """Applies another check, but lets None pass.
+    """Applies a check to any value except None, which is returned as it is.
 
     >>> optional(integer, "seed", None), optional(integer, "seed", np.int64(2), at_least=1)
     (None, 2)
@@ -105,31 +103,31 @@ def number(
         value: the argument.
         at_most: inclusive upper bound.
         at_least: inclusive lower bound.
-        above: exclusive lower bound, in its place.
+        above: exclusive lower bound, which replaces `at_least`.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is out of range or NaN.
+        TypeError: `value` is not a number.
+        ValueError: `value` is out of range or NaN.
 
     >>> number("eta", 1.2, above=0, at_most=1)
     Traceback (most recent call last):
     ValueError: eta must be in (0, 1], got 1.2.
     """
-    real, low = _scalar(value), at_least if above is None else above
-    is_number = _is_real(real)
-    if is_number and low <= real <= at_most and real != above:
-        return float(real)
+    scalar, minimum = _scalar(value), at_least if above is None else above
+    is_number = _is_real(scalar)
+    if is_number and minimum <= scalar <= at_most and scalar != above:
+        return float(scalar)
     kind = ValueError if is_number else TypeError
     bracket = "[" if above is None else "("
-    raise kind(f"{name} must be in {bracket}{low:g}, {at_most:g}], got {shown(value)}.")
+    raise kind(f"{name} must be in {bracket}{minimum:g}, {at_most:g}], got {shown(value)}.")
 
 
 def choice(name: str, value: Any, names: Collection[str]) -> Any:
     """Returns one of several names.
 
     Raises:
-        ValueError: it is not one of them.
-        TypeError: it is not a string.
+        ValueError: `value` is not one of `names`.
+        TypeError: `value` is not a string.
 
     >>> choice("strategy", "future", ["final", "future"])
     'future'
@@ -144,7 +142,7 @@ def flag(name: str, value: Any) -> bool:
     """Returns a bool.
 
     Raises:
-        TypeError: it is not a bool.
+        TypeError: `value` is not a bool.
     """
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {shown(value)}.")
@@ -158,10 +156,10 @@ def instance(name: str, value: Any, kind: type[Kind] | tuple[type, ...], *, what
         name: name of the argument.
         value: the argument.
         kind: the class, or a tuple of classes.
-        what: description for the message; the class name if empty.
+        what: description of the class for the message; the class name if empty.
 
     Raises:
-        TypeError: it is not an instance.
+        TypeError: `value` is not an instance of the class.
     """
     if not isinstance(value, kind):
         what = what or f"a {kind.__name__}"  # type: ignore[union-attr]
@@ -175,10 +173,10 @@ def function(name: str, value: Any, what: str) -> Callable[..., Any]:
     Args:
         name: name of the argument.
         value: the argument.
-        what: its parameters, for the message.
+        what: the parameters of the function, for the message.
 
     Raises:
-        TypeError: it is not callable.
+        TypeError: `value` is not callable.
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function {what}, got {shown(value)}.")
@@ -189,9 +187,9 @@ def mapping(name: str, value: Any, what: str) -> Mapping[Any, Any]:
     """Returns a mapping.
 
     Raises:
-        TypeError: it is not a mapping.
+        TypeError: `value` is not a mapping.
     """
-    # A TensorDict is a mapping, but not registered as one.
+    # A TensorDict is a mapping, but TensorDictBase is not registered as one.
     return instance(name, value, (Mapping, TensorDictBase), what=what)
 
 
@@ -199,8 +197,8 @@ def device(name: str, value: Any) -> torch.device:
     """Returns a device.
 
     Raises:
-        TypeError: it is neither a device nor a string.
-        ValueError: there is no such device.
+        TypeError: `value` is neither a device nor a string.
+        ValueError: torch has no device of this name.
     """
     what = "a torch.device or a name such as 'cpu' or 'cuda:0'"
     try:
@@ -210,11 +208,11 @@ def device(name: str, value: Any) -> torch.device:
 
 
 def directory(name: str, value: Any) -> Path:
-    """Returns the absolute path of a directory, which need not exist; `~` is expanded.
+    """Returns the absolute path of a directory; `~` is expanded. The directory need not exist.
 
     Raises:
-        TypeError: it is not a path.
-        ValueError: it is empty.
+        TypeError: `value` is not a path.
+        ValueError: `value` is empty.
     """
     what = "the path of a directory"
     if not os.fspath(instance(name, value, (str, os.PathLike), what=what)):
@@ -226,43 +224,43 @@ def key(name: str, value: Any) -> NestedKey:
     """Returns a TensorDict key, a string or a tuple of strings, in its shortest form.
 
     Raises:
-        TypeError: it is not a key.
-        ValueError: it is empty.
+        TypeError: `value` is not a key.
+        ValueError: `value` is empty.
     """
-    parts = value if isinstance(value, tuple) else (value,)
-    is_key = all(isinstance(part, str) for part in parts)
-    if not (is_key and parts and all(parts)):
+    names = value if isinstance(value, tuple) else (value,)
+    is_key = all(isinstance(name, str) for name in names)
+    if not (is_key and names and all(names)):
         kind = ValueError if is_key else TypeError
         raise kind(f"{name} must be a key, a string or a tuple of them; got {shown(value)}.")
     return unravel_key(value)
 
 
 def root_key(name: str, value: Any) -> NestedKey:
-    """Returns the key of a root entry that has a counterpart under "next", such as an observation.
+    """Returns a key outside of "next" whose counterpart is under "next", such as an observation's.
 
     Raises:
-        TypeError: it is not a key.
-        ValueError: it is empty, or lies under "next" itself.
+        TypeError: `value` is not a key.
+        ValueError: `value` is empty, or a key under "next".
     """
-    found = key(name, value)
-    if found == "next" or found[0] == "next":
+    root = key(name, value)
+    if root == "next" or root[0] == "next":
         raise ValueError(
-            f"{name} must be the key of an entry now, not under 'next', got {found!r}: what follows it "
-            "is found by itself."
+            f"{name} must be a key outside of 'next', got {root!r}: pass the key of the current value; "
+            "the key under 'next' is derived from it."
         )
-    return found
+    return root
 
 
 def keys(name: str, value: Any) -> list[NestedKey]:
     """Returns several keys as a list.
 
     Raises:
-        TypeError: it is not a sequence of keys, or a single string.
+        TypeError: `value` is a single string, or not a sequence of keys.
         ValueError: a key is empty.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a sequence of keys, got {shown(value)}.")
-    return [key(name, each) for each in value]
+    return [key(name, item) for item in value]
 
 
 def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -274,7 +272,7 @@ def tensor(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
         dtype: required dtype; None accepts any.
 
     Raises:
-        TypeError: it is not a tensor, or of another dtype.
+        TypeError: `value` is not a tensor, or has another dtype.
     """
     if not isinstance(value, torch.Tensor) or (dtype is not None and value.dtype != dtype):
         what = "a tensor" if dtype is None else f"a tensor of {dtype}"
@@ -286,9 +284,9 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
     """Converts a number, a list of numbers, an array or a tensor to a tensor.
 
     Raises:
-        TypeError: it can't be converted.
+        TypeError: `value` can't be converted.
     """
-    # Whatever torch's default device is.
+    # Named, because torch's default device may be a GPU.
     device = value.device if isinstance(value, torch.Tensor) else "cpu"
     try:
         return torch.as_tensor(value, dtype=dtype, device=device)
@@ -297,29 +295,29 @@ def values(name: str, value: Any, *, dtype: torch.dtype | None = None) -> torch.
 
 
 def slots(value: Any) -> torch.Tensor:
-    """Returns an index of rows as int64 on the host.
+    """Returns slots, the argument `index`, as int64 on the host.
 
     Raises:
-        TypeError: it is not of integers.
+        TypeError: `value` does not hold integers.
     """
-    found = values("index", value)
-    is_whole = not (found.is_floating_point() or found.is_complex() or found.dtype is torch.bool)
-    if found.numel() and not is_whole:
-        raise TypeError(f"index must hold integers, got {found.dtype}.")
-    return found.long().cpu()
+    index = values("index", value)
+    is_integer = not (index.is_floating_point() or index.is_complex() or index.dtype is torch.bool)
+    if index.numel() and not is_integer:
+        raise TypeError(f"index must hold integers, got {index.dtype}.")
+    return index.long().cpu()
 
 
 def tensordict(name: str, value: Any) -> TensorDictBase:
-    """Returns steps, rows or a batch, which must be a TensorDict.
+    """Returns a TensorDict of transitions.
 
     Raises:
-        TypeError: it is not a TensorDict.
+        TypeError: `value` is not a TensorDict.
     """
     return instance(name, value, TensorDictBase, what="a TensorDict")
 
 
 def _scalar(value: Any) -> Any:
-    """Returns the number in a one-element tensor or array, and any other value as it is."""
+    """Returns the number in a one-element tensor or array; any other value is returned as it is."""
     is_array = isinstance(value, torch.Tensor | np.ndarray | np.generic)
     return value.item() if is_array and math.prod(value.shape) == 1 else value
 
@@ -328,13 +326,13 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def counted(number: int, what: str) -> str:
-    """Returns a number of things in words.
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun.
 
     >>> counted(1, "row"), counted(2000, "row")
     ('1 row', '2,000 rows')
     """
-    return f"{number:,} {what}" + "s" * (number != 1)
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def shown(value: Any) -> str:
@@ -352,133 +350,95 @@ def shown(value: Any) -> str:
 def renamed(
     instead: Mapping[str, str],
 ) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Decorates a constructor: keywords of other libraries raise a TypeError that names what to use.
+    """Decorates a constructor: keywords of other libraries raise a TypeError that names the keyword here.
 
     Args:
-        instead: what to use, which begins with a keyword of the constructor and "=" -> the other
-            libraries' keywords. Entries whose keyword the constructor does not have are ignored.
+        instead: advice, which begins with a keyword of the constructor and "=" -> the keywords of other
+            libraries, separated by spaces. Advice is ignored if the constructor lacks its keyword.
     """
-    ours = {theirs: use for use, names in instead.items() for theirs in names.split()}
+    advice_of = {foreign: advice for advice, names in instead.items() for foreign in names.split()}
 
-    def decorate(make: Callable[Options, None]) -> Callable[Options, None]:
-        own = signature(make).parameters
+    def decorate(construct: Callable[Options, None]) -> Callable[Options, None]:
+        parameters = signature(construct).parameters
 
-        @wraps(make)
-        def made(*args: Any, **options: Any) -> None:
-            for name in filter(ours.get, options):
-                if ours[name].partition("=")[0] in own:
-                    raise TypeError(f"there is no keyword {name!r}: use {ours[name]}.")
-            make(*args, **options)
+        @wraps(construct)
+        def checked(*args: Any, **options: Any) -> None:
+            for name in filter(advice_of.get, options):
+                if advice_of[name].partition("=")[0] in parameters:
+                    raise TypeError(f"there is no keyword {name!r}: use {advice_of[name]}.")
+            construct(*args, **options)
 
-        return made
+        return checked
 
     return decorate
 
 
-class Setting:
-    """An attribute of a component, which is checked whenever it is set."""
+def deprecated_method(old: str, new: str) -> Callable[..., Any]:
+    """Returns a method that warns of its deprecation and calls the method `new`."""
 
-    def __init__(self, check: Any, *choices: Any, saved: bool = True, **bounds: Any) -> None:
-        """Takes `check(name, value, *choices, **bounds)`, and whether states contain the value."""
-        self._check, self.is_saved = (check, choices, bounds), saved
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        _warn_deprecated(f"{old}()", f"{new}()")
+        return getattr(self, new)(*args, **options)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    # The value is in the instance's __dict__ under the same name, so reading it needs no __get__.
-
-    def __set__(self, component: Any, value: Any) -> None:
-        check, choices, bounds = self._check
-        component.__dict__[self._name] = check(self._name, value, *choices, **bounds)
+    call.__name__, call.__doc__ = old, f"Deprecated: use `{new}`. Removed in 0.6."
+    return call
 
 
-class ComponentSetting:
-    """A setting of the components of its owner; it is read from the last one and set on all of them."""
+def replace_deprecated(options: dict[str, Any], **names: str) -> None:
+    """Renames keywords in `options` and warns of their deprecation.
 
-    def __init__(self, doc: str, hint: str, lock_of: Callable[[Any], Any] = nullcontext) -> None:
-        """Takes one line of help, and the argument of the owner that adds a component with the setting.
-
-        `lock_of(owner)` is held while the components are set. The owner has `components()`.
-        """
-        self.__doc__, self._hint, self._lock_of = doc, hint, lock_of
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, owner: Any, kind: type) -> Any:
-        return self if owner is None else getattr(self._components_of(owner)[-1], self._name)
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        with self._lock_of(owner):
-            for component in self._components_of(owner):
-                setattr(component, self._name, value)
-
-    def _components_of(self, owner: Any) -> list[Any]:
-        """Returns the components that have the setting."""
-        settings = [(x, getattr(type(x), self._name, None)) for x in owner.components()]
-        if components := [x for x, setting in settings if isinstance(setting, Setting)]:
-            return components
-        kind = type(owner).__name__
-        raise AttributeError(f"no component of this {kind} has {self._name!r}: pass {self._hint}.")
+    Args:
+        options: keyword -> value.
+        **names: deprecated keyword -> new keyword.
+    """
+    for old, new in names.items():
+        if old in options:
+            _warn_deprecated(f"{old}=", f"{new}=")
+            options[new] = options.pop(old)
 
 
-class Strict:
-    """Refuses public attributes that the class does not name; those of users' subclasses may be any."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        # Metaclasses of TorchRL hide it.
-        cls.__signature__ = signature(cls.__init__.__get__(cls))  # type: ignore[attr-defined]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        kind = type(self)
-        if isinstance(checked := getattr(kind, name, None), Setting):
-            # Torch would register a module elsewhere, where nobody looks.
-            checked.__set__(self, value)
-            return
-        is_new = name[0] != "_" and name not in self.__dict__ and not hasattr(kind, name)
-        if is_new and kind.__module__.startswith("trl_storages."):
-            raise AttributeError(f"{kind.__name__} has no attribute {name!r} to set.")
-        super().__setattr__(name, value)
+def _warn_deprecated(old: str, new: str) -> None:
+    message = f"{old} is deprecated and will be removed in trl_storages 0.6: use {new}."
+    warn_caller(message, DeprecationWarning)
 
 
-#: Packages whose frames are skipped.
-_BETWEEN = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
+#: Packages whose frames are skipped: this one and the libraries that call it.
+_SKIPPED_PACKAGES = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
 
 
-def warn_caller(message: str) -> None:
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the nearest line outside of this package and the libraries that call it."""
     depth, frame = 0, inspect.currentframe()
     while frame is not None:
         depth += 1
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
             break
         frame = frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=depth)
+    warnings.warn(message, category, stacklevel=depth)
 
 
 Lanes = Sequence[int] | torch.Tensor | None
 
 
 def lane_numbers(lanes: Lanes, num_envs: int) -> Sequence[int]:
-    """Resolves lanes to their numbers, checked on the host.
+    """Returns the numbers of lanes.
 
     Args:
-        lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all.
+        lanes: distinct numbers as a sequence or tensor, or a bool mask `[E]`; None is all lanes.
         num_envs: number of lanes E.
 
     Raises:
-        ValueError: `lanes` is something else, or names an unknown lane or one twice.
+        ValueError: `lanes` is neither, or contains a lane twice or a number outside of 0..E-1.
     """
     if lanes is None:
         return range(num_envs)
-    ids = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
-    if ids.dtype == bool and ids.shape == (num_envs,):
-        ids = ids.nonzero()[0]
-    is_list = ids.ndim == 1 and (ids.dtype.kind in "iu" or not len(ids))
-    values: list[int] = ids.tolist() if is_list else [-1]
-    if len({*values}) < len(values) or any(not 0 <= lane < num_envs for lane in values):
+    array = np.asarray(lanes.cpu() if isinstance(lanes, torch.Tensor) else lanes)
+    if array.dtype == bool and array.shape == (num_envs,):
+        array = array.nonzero()[0]
+    is_list = array.ndim == 1 and (array.dtype.kind in "iu" or not len(array))
+    numbers: list[int] = array.tolist() if is_list else [-1]
+    if len({*numbers}) < len(numbers) or any(not 0 <= lane < num_envs for lane in numbers):
         raise ValueError(
             f"lanes must be distinct numbers in 0..{num_envs - 1}, or a mask [{num_envs}], got {lanes}."
         )
-    return values
+    return numbers

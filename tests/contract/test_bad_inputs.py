@@ -151,7 +151,7 @@ WRITES = {
 #: What is said of some of them.
 MESSAGES = {
     "a shape": r"'action' must be .* \[2\], got \[5\]",
-    "flags of agents": "make one for all",
+    "flags of agents": "combine them",
     "no truncated": "add_truncated_keys",
 }
 

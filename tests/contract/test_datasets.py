@@ -294,14 +294,14 @@ def test_an_end_that_is_no_entry_is_refused():
 @pytest.mark.parametrize(
     ("observations", "kind", "answer"),
     [
-        ((np.zeros((9, 2)), np.zeros((9, 2))), TypeError, "Tuple space: give each part a name"),
+        ((np.zeros((9, 2)), np.zeros((9, 2))), TypeError, "Tuple space: name its items"),
         (
             {"x": (np.zeros((9, 2)), np.zeros((9, 3)))},
             TypeError,
-            "Tuple space: give each part a name",
+            "Tuple space: name its items",
         ),
         (np.array([None] * 9), TypeError, "must be numbers"),
-        ([[1.0], [1.0, 2.0]], ValueError, "rows of one shape"),
+        ([[1.0], [1.0, 2.0]], ValueError, "the same shape at all steps"),
     ],
 )
 def test_observations_that_are_no_array_are_named(observations, kind, answer):
@@ -382,7 +382,7 @@ def test_arrays_of_all_kinds_are_taken():
 def test_more_rows_than_are_written_at_once(capsys):
     data = d4rl(70_000)
     rows = datasets.from_arrays(data, progress=True, storage_size=69_995)[:]
-    assert "writing rows:   0%" in capsys.readouterr().err
+    assert "writing transitions:   0%" in capsys.readouterr().err
     expected = [value for value in range(69_999) if value != 6][-69_995:]
     assert rows["observation"].flatten().tolist() == expected
 
@@ -405,7 +405,7 @@ def test_rows_in_a_directory(tmp_path):
     again = library.ReplayStorage.open(tmp_path / "rows")
     assert_same(again[:], wanted)
     again.close()
-    with pytest.raises(ValueError, match="holds 7 rows"):
+    with pytest.raises(ValueError, match="holds 7 transitions"):
         datasets.from_arrays(d4rl(), path=tmp_path / "rows")
     # No empty storage is left behind by what the first write finds.
     with pytest.raises(KeyError, match="force"):
@@ -454,15 +454,21 @@ def test_what_does_not_fit_is_refused(name):
     ("arguments", "kind"),
     [
         ({"ends": [True]}, ValueError),
-        ({"recipe": library.HERReplayStorage, "reward_fn": print}, KeyError),
+        ({"preset": library.HERReplayStorage, "reward_fn": print}, KeyError),
         ({"num_envs": 2}, ValueError),
         ({"goal_fn": lambda observation: 5}, TypeError),
-        ({"recipe": lambda *_, **__: 5}, TypeError),
+        ({"preset": lambda *_, **__: 5}, TypeError),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, kind):
     with pytest.raises(kind):
         datasets.from_arrays(d4rl(), **arguments)
+
+
+def test_recipe_is_a_deprecated_name_of_preset():
+    with pytest.warns(DeprecationWarning, match=r"recipe= is deprecated.* use preset="):
+        storage = datasets.from_arrays(d4rl(), recipe=library.EREReplayStorage)
+    assert type(storage) is library.EREReplayStorage
 
 
 @pytest.mark.slow

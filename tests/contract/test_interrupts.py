@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals"),
-    pytest.mark.filterwarnings("ignore:a row does not begin"),
+    pytest.mark.filterwarnings("ignore:a transition does not begin"),
 ]
 NUM_SIGNALS = [200, pytest.param(20_000, marks=pytest.mark.search)]
 

@@ -85,3 +85,17 @@ def test_other_devices_than_cpu_and_cuda_raise(device):
         library.UniformReplayStorage(
             Box(-1, 1, (2,), np.float32), Discrete(2), storage_size=10, device=device
         )
+
+
+def test_deprecated_methods_warn_and_call_their_replacements():
+    storage = assemble(64)
+    storage.extend(steps(0, 1, 2))
+    index, slots = storage.episodes, torch.tensor([0, 2])
+    with pytest.warns(DeprecationWarning, match=r"episodes\(\) is deprecated.* use table\(\)"):
+        assert index.episodes()["length"].tolist() == [3]
+    with pytest.warns(DeprecationWarning, match=r"ahead\(\) is deprecated.* use num_after\(\)"):
+        assert index.ahead(slots).tolist() == [2, 0]
+    with pytest.warns(DeprecationWarning, match=r"behind\(\) is deprecated.* use num_before\(\)"):
+        assert index.behind(slots).tolist() == [0, 2]
+    with pytest.warns(DeprecationWarning, match=r"parts\(\) is deprecated.* use components\(\)"):
+        assert storage.parts() == storage.components()

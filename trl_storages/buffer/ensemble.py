@@ -17,7 +17,7 @@ from trl_storages.buffer.explain import Explanation
 from trl_storages.buffer.replay_storage import ReplayStorage
 from trl_storages.entries.layout import nest, nested_sizes
 from trl_storages.functional import even_order, num_of_each
-from trl_storages.validation import Setting, Strict
+from trl_storages.settings import Setting, Strict
 
 __all__ = ["ReplayStorageEnsemble"]
 

@@ -19,8 +19,8 @@ from torchrl.data import RayReplayBuffer
 from trl_storages import validation
 from trl_storages.buffer.packed_batch import packed
 from trl_storages.buffer.replay_storage import ReplayStorage
+from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.torchrl_compat import RayClient
-from trl_storages.validation import ComponentSetting, Strict
 
 __all__ = ["ReplayBatches", "StorageClient", "StorageHandle", "in_actor", "make_loader"]
 

@@ -47,6 +47,7 @@ from trl_storages.samplers import (
     resolve_sampler,
 )
 from trl_storages.serialization import State, from_json, to_json
+from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.storage import dumps
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import (
@@ -55,7 +56,7 @@ from trl_storages.torchrl_compat import (
     reject_torchrl_components,
 )
 from trl_storages.transforms import NStep, transforms_in
-from trl_storages.validation import ComponentSetting, Lanes, Strict, lane_numbers, renamed
+from trl_storages.validation import Lanes, deprecated_method, lane_numbers, renamed
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.writer import EpisodeWriter
 
@@ -273,6 +274,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def components(self) -> list[Any]:
         """Returns the samplers and the transforms."""
         return [*layers_of(self._sampler), *transforms_in(self._transform)]
+
+    parts = deprecated_method("parts", "components")  # removed in 0.6
 
     @property
     def _prioritized(self) -> Any:

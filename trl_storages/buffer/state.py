@@ -21,7 +21,7 @@ from trl_storages.serialization import (
     required_items,
     to_json,
 )
-from trl_storages.validation import Setting
+from trl_storages.settings import Setting
 
 __all__ = ["component_states", "prepare_load", "prepare_load_components", "resume"]
 

@@ -1,4 +1,4 @@
-"""Storages from Minari datasets, and Minari datasets from storages.
+"""Replay buffers from Minari datasets, and Minari datasets from replay buffers.
 
 Letters: T steps of an episode.
 """
@@ -18,15 +18,9 @@ from tensordict import TensorDict, TensorDictBase
 
 from trl_storages import keys, validation
 from trl_storages.buffer import ReplayStorage
-from trl_storages.datasets.arrays import (
-    BLOCK,
-    Preset,
-    blocks_of,
-    columns_of,
-    entries_of,
-    filled,
-    joined,
-)
+from trl_storages.datasets.arrays import concatenate, read_arrays
+from trl_storages.datasets.columns import BATCH_STEPS, batches_of, columns_of
+from trl_storages.datasets.creation import Preset, create_and_fill
 from trl_storages.presets import UniformReplayStorage
 from trl_storages.writing.spaces import OUTCOME_FIELDS, TORCH_TO_NUMPY
 
@@ -41,53 +35,56 @@ def from_minari(
     progress: bool = False,
     **options: Any,
 ) -> ReplayStorage:
-    """Makes a storage from a Minari dataset, with its episodes.
+    """Creates a replay buffer with the episodes of a Minari dataset.
 
     Args:
         dataset: a `minari.MinariDataset`, or the name of a local one.
         preset: as in `from_arrays`.
-        float_dtype: likewise.
-        progress: likewise.
-        **options: of the preset. `info_keys` names the infos to store, as for `record`; the infos of
-            resets are dropped.
+        float_dtype: as in `from_arrays`.
+        progress: as in `from_arrays`.
+        **options: keywords of the preset. `info_keys` names the infos to store, as for `record`; the
+            infos of resets are dropped.
 
     Returns:
-        the storage.
+        the replay buffer.
 
     Raises:
-        ImportError: the name of a dataset is given, and Minari is not installed.
+        ImportError: `dataset` is a name, and Minari is not installed.
         KeyError, TypeError, ValueError: as in `from_arrays`.
     """
+    validation.replace_deprecated(options, recipe="preset")
+    preset = options.pop("preset", preset)
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
-    named = validation.keys("info_keys", options.get("info_keys", ()))
-    infos = [keys.key_path(keys.info_key(key)) for key in named]
+    info_keys = validation.keys("info_keys", options.get("info_keys", ()))
+    info_paths = [keys.key_path(keys.info_key(key)) for key in info_keys]
     numbers = dataset.episode_indices
-    # Episodes of about one block are read together.
-    at_once = max(1, BLOCK * len(numbers) // max(1, dataset.total_steps))
+    # The episodes of about one batch are read together.
+    num_episodes = max(1, BATCH_STEPS * len(numbers) // max(1, dataset.total_steps))
 
-    def blocks() -> Iterator[TensorDict]:
-        for start in range(0, len(numbers), at_once):
-            group = dataset.iterate_episodes(numbers[start : start + at_once])
-            paths = [entries_of(_path(episode, infos)) for episode in group]
-            yield from blocks_of(columns_of(*joined(paths)), float_dtype)
+    def batches() -> Iterator[TensorDict]:
+        for start in range(0, len(numbers), num_episodes):
+            episodes = dataset.iterate_episodes(numbers[start : start + num_episodes])
+            paths = [read_arrays(_arrays_of(episode, info_paths)) for episode in episodes]
+            yield from batches_of(columns_of(*concatenate(paths)), float_dtype)
 
-    return filled(preset, blocks(), int(dataset.total_steps), options, progress=progress)
+    num_transitions = int(dataset.total_steps)
+    return create_and_fill(preset, batches(), num_transitions, options, progress=progress)
 
 
-def _path(episode: Any, infos: Sequence[tuple[str, ...]]) -> dict[str, Any]:
+def _arrays_of(episode: Any, info_paths: Sequence[tuple[str, ...]]) -> dict[str, Any]:
     """Returns a Minari episode as a dictionary of arrays.
 
     Raises:
         KeyError: an info is missing.
     """
     names = ("observations", "actions", "rewards", "terminations", "truncations")
-    path = {name: getattr(episode, name) for name in names}
-    for key in infos:
-        values = reduce(getitem, key[key[0] == "next" :], episode.infos)
+    arrays = {name: getattr(episode, name) for name in names}
+    for path in info_paths:
+        values = reduce(getitem, path[path[0] == "next" :], episode.infos)
         # Skip the infos of the reset, which come first.
-        path["/".join(key)] = values[len(values) - len(episode.rewards) :]
-    return path
+        arrays["/".join(path)] = values[len(values) - len(episode.rewards) :]
+    return arrays
 
 
 def to_minari(
@@ -100,31 +97,34 @@ def to_minari(
 ) -> Any:
     """Writes the stored episodes as a Minari dataset, lane by lane, oldest first.
 
-    An episode that was cut, or is still open, is truncated, and one that has lost its first steps starts
-    later. Fields other than observations, actions, rewards and flags become infos, with zeros for the
-    resets. Fields of a dtype that NumPy does not have, such as bfloat16, are written as float32.
+    A split or running episode is written as a truncated one. If the first steps of an episode were
+    evicted, the dataset's episode begins with the oldest stored step. Fields other than observations,
+    actions, rewards and flags become infos, with zeros for the resets. Fields of a dtype that NumPy
+    lacks, such as bfloat16, are written as float32.
 
     Args:
-        storage: whose rows are written as stored; nothing else may write to it meanwhile.
+        storage: the replay buffer. Nothing may be written to it until this function returns.
         dataset_id: the name of the dataset, such as "pointmaze/mine-v0".
-        observation_space: of the environment; None uses unbounded boxes of the stored dtypes and shapes.
-        action_space: likewise; give it for discrete actions.
-        **metadata: as in `minari.create_dataset_from_buffers`: env, algorithm_name, author, ... Images
-            are stored as they are unless `jpeg_encoding=True`.
+        observation_space: space of the environment's observations; None uses unbounded boxes of the
+            stored dtypes and shapes.
+        action_space: space of the environment's actions; None as for observations, so pass it for
+            discrete actions.
+        **metadata: keywords of `minari.create_dataset_from_buffers`: env, algorithm_name, author, ...
+            Images are stored without compression unless `jpeg_encoding=True`.
 
     Returns:
         the `minari.MinariDataset`.
 
     Raises:
         ImportError: Minari is not installed.
-        RuntimeError: the storage is empty.
-        ValueError: the observation of a row is not the next observation of the
-            row before: Minari stores both as one. Nothing is written then.
+        RuntimeError: the replay buffer is empty.
+        ValueError: an observation is not the next observation of the transition before: Minari stores
+            both as one. Nothing is written then.
     """
     index = storage.episodes
     table = index.table()
     if not len(table["first"]):
-        raise RuntimeError("storage must hold rows to write, and is empty.")
+        raise RuntimeError("the replay buffer is empty: nothing can be written to a dataset.")
     minari = _minari_module()
     buffers = [
         minari.data_collector.EpisodeBuffer(**_episode(rows))
@@ -140,33 +140,34 @@ def to_minari(
 
 
 def _episode(rows: TensorDictBase) -> dict[str, Any]:
-    """Returns the rows `[T]` of an episode as arguments of `EpisodeBuffer`."""
+    """Returns the transitions `[T]` of an episode as arguments of `EpisodeBuffer`."""
     fields = dict(rows.items(include_nested=True, leaves_only=True))
     observations, actions, infos = {}, {}, {}
-    shared = keys.shared_keys(fields)
-    known = {keys.INDEX, keys.TRAJECTORY_IDS, *OUTCOME_FIELDS, *map(keys.next_key, shared)}
+    observation_keys = keys.shared_keys(fields)
+    next_keys = map(keys.next_key, observation_keys)
+    not_infos = {keys.INDEX, keys.TRAJECTORY_IDS, *OUTCOME_FIELDS, *next_keys}
     for key, values in fields.items():
         path = keys.key_path(key)
-        if key in shared:
-            after = fields[keys.next_key(key)]
-            observations[path] = _array(torch.cat([values, after[-1:]]))
-            if not ((after[:-1] == values[1:]) | (after.isnan()[:-1] & values.isnan()[1:])).all():
+        if key in observation_keys:
+            ends = fields[keys.next_key(key)]
+            observations[path] = _array(torch.cat([values, ends[-1:]]))
+            if not ((ends[:-1] == values[1:]) | (ends.isnan()[:-1] & values.isnan()[1:])).all():
                 raise ValueError(
-                    f"each row must begin with the {key!r} that the row before it led to: write the "
-                    "storage with on_gap='cut'."
+                    f"{key!r} of a transition is not the next value of the transition before it. Minari "
+                    "stores both as one: write the transitions with on_gap='cut', which splits episodes."
                 )
         elif path[0] == keys.ACTION:
             actions[path] = _array(values)
-        elif key not in known:
+        elif key not in not_infos:
             infos[path[path[0] == "next" :]] = _array(
                 torch.cat([torch.zeros_like(values[:1]), values])
             )
     reward = rows[keys.REWARD]
     terminated, truncated = (rows[key].flatten() for key in (keys.TERMINATED, keys.TRUNCATED))
     truncated[-1] |= ~terminated[-1]
-    seen = keys.nested(observations.items())
+    tree = keys.nested(observations.items())
     return {
-        "observations": seen[keys.OBSERVATION] if [*seen] == [keys.OBSERVATION] else seen,
+        "observations": tree[keys.OBSERVATION] if [*tree] == [keys.OBSERVATION] else tree,
         "actions": keys.nested(actions.items())[keys.ACTION],
         "rewards": _array(reward.flatten() if reward[0].numel() == 1 else reward),
         "terminations": terminated.numpy(),
@@ -176,16 +177,16 @@ def _episode(rows: TensorDictBase) -> dict[str, Any]:
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """Returns values as an array; those of a dtype that NumPy lacks in single precision."""
+    """Returns values as an array, in single precision if NumPy lacks their dtype."""
     if values.dtype not in TORCH_TO_NUMPY:
         values = values.to(torch.complex64 if values.is_complex() else torch.float32)
     return values.numpy()
 
 
 def _space(arrays: Any) -> gymnasium.Space[Any]:
-    """Returns an unbounded space of stored entries."""
+    """Returns an unbounded space for stored arrays."""
     if isinstance(arrays, Mapping):
-        return Dict({name: _space(part) for name, part in arrays.items()})
+        return Dict({name: _space(array) for name, array in arrays.items()})
     shape, kind = arrays.shape[1:], arrays.dtype.kind
     if kind == "b":
         return MultiBinary(shape)

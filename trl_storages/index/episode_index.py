@@ -15,6 +15,7 @@ from tensordict import TensorDict
 
 from trl_storages.index import invariants
 from trl_storages.kernels import CONTINUES, CURSOR, DONE, FIRST, LAST, SPLIT, TAIL, draws, entries
+from trl_storages.validation import deprecated_method
 
 __all__ = ["Changes", "EmptyError", "EpisodeIndex", "Snapshot"]
 
@@ -428,6 +429,11 @@ class EpisodeIndex:
         names = ("first", "length", "finished", "whole", "lane")
         columns = dict(zip(names, map(torch.from_numpy, self._look_up()), strict=True))
         return TensorDict(columns, batch_size=[len(columns["lane"])])
+
+    # Removed in 0.6.
+    episodes = deprecated_method("episodes", "table")
+    ahead = deprecated_method("ahead", "num_after")
+    behind = deprecated_method("behind", "num_before")
 
     @property
     def num_episodes(self) -> int:

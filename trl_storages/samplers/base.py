@@ -14,9 +14,9 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import validation
 from trl_storages.serialization import Adopt, State, all_of, required_items
+from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.storage import PackedStorage, StorageView
 from trl_storages.torchrl_compat import reject_torchrl_components
-from trl_storages.validation import ComponentSetting, Strict
 
 __all__ = ["Drawn", "ReplaySampler", "WrappingSampler", "layers_of", "resolve_sampler"]
 

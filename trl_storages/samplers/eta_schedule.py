@@ -13,7 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.scheduler import ParameterScheduler
 
 from trl_storages import validation
-from trl_storages.validation import Setting
+from trl_storages.settings import Setting
 
 __all__ = ["ReturnImprovementEta"]
 

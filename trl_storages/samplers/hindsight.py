@@ -22,8 +22,8 @@ from trl_storages import keys, validation
 from trl_storages.functional import even_turns, num_of_each
 from trl_storages.kernels.draws import GOAL_KINDS
 from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
+from trl_storages.settings import Setting
 from trl_storages.storage import PackedStorage, StorageView
-from trl_storages.validation import Setting
 
 __all__ = ["GoalMixture", "GoalStrategy", "HERSampler"]
 

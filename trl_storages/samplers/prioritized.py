@@ -18,8 +18,9 @@ from trl_storages import keys, validation
 from trl_storages.kernels import priority_tree
 from trl_storages.samplers.base import Drawn, ReplaySampler
 from trl_storages.serialization import Adopt, State, required_items
+from trl_storages.settings import Setting
 from trl_storages.storage import PackedStorage, StorageView
-from trl_storages.validation import Setting, warn_caller
+from trl_storages.validation import warn_caller
 
 __all__ = ["REDUCTIONS", "PERSampler", "Priorities", "checked_priorities"]
 

@@ -17,8 +17,8 @@ from trl_storages.index import EpisodeIndex
 from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
 from trl_storages.samplers.hindsight import HERSampler
 from trl_storages.serialization import Adopt, State, required_items
+from trl_storages.settings import Setting
 from trl_storages.storage import StorageView
-from trl_storages.validation import Setting
 
 __all__ = ["ERESampler"]
 

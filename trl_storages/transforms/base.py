@@ -5,8 +5,8 @@ from __future__ import annotations
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Compose, Transform
 
+from trl_storages.settings import Strict
 from trl_storages.storage import BatchRows
-from trl_storages.validation import Strict
 
 __all__ = ["ReplayTransform", "transforms_in"]
 

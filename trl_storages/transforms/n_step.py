@@ -16,9 +16,9 @@ from trl_storages import keys, validation
 from trl_storages.entries.device import sent
 from trl_storages.functional import return_dtype
 from trl_storages.kernels import draws
+from trl_storages.settings import Setting
 from trl_storages.storage import BatchRows
 from trl_storages.transforms.base import ReplayTransform
-from trl_storages.validation import Setting
 
 __all__ = ["NStep"]
 

@@ -15,10 +15,11 @@ from tensordict import NestedKey
 
 from trl_storages import keys, validation
 from trl_storages.functional import relabelled_dtype
+from trl_storages.settings import Setting
 from trl_storages.storage import BatchRows, PackedStorage, Rows
 from trl_storages.transforms.audit import RelabelAudit
 from trl_storages.transforms.base import ReplayTransform
-from trl_storages.validation import Setting, warn_caller
+from trl_storages.validation import warn_caller
 
 __all__ = ["GoalFunction", "GoalRelabel", "goal_values"]
 

@@ -1,4 +1,4 @@
-"""Writes steps as rows: of plain loops, and of TensorDicts."""
+"""Writes transitions, from plain loops and from TensorDicts."""
 
 from trl_storages.writing.recorder import Recorder
 from trl_storages.writing.spaces import choices_of, transition_fields

@@ -1,13 +1,11 @@
-"""Writes steps to lanes: everything is checked, then one block is appended.
+"""Writes transitions to lanes: all data are checked, then one block is appended.
 
-Letters: E lanes (environments), L of them that are written, T steps of each, N rows.
+Letters: E lanes (environments), L of them that are written, T steps of each, N transitions.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -17,45 +15,45 @@ from torchrl.data.replay_buffers.writers import Writer
 
 from trl_storages import keys as default_keys
 from trl_storages import validation
-from trl_storages.entries.arena import Arena
 from trl_storages.entries.layout import Block, Layout, nested_sizes
 from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import reject_torchrl_components
 from trl_storages.validation import Lanes, lane_numbers, warn_caller
+from trl_storages.writing.lane_notes import LaneNotes
 from trl_storages.writing.routing import Routing, all_lanes, in_lane_order, num_steps_of, route
-from trl_storages.writing.staging import Rows, entries_in, is_same
-from trl_storages.writing.transfer import Transfer, matched
+from trl_storages.writing.staging import StagedBlock, tensors_in
+from trl_storages.writing.transfer import Transfer, match_fields
 
 __all__ = ["EpisodeWriter"]
 
-# Entries that drawn rows have beside their fields.
-_OF_BATCHES = (default_keys.INDEX, default_keys.MASK)
-# Entries under `next` that may be left out without a word.
+# Keys that sampled batches have in addition to the fields.
+_BATCH_KEYS = (default_keys.INDEX, default_keys.MASK)
+# Names under `next` that are left out without a warning.
 _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
 )
-_MOST_KEPT = 1 << 24  # bytes
-# Of shorter writes it is not checked whether they are of one environment.
-_LEAST_CHECKED = 32
-_NEVER = np.iinfo(np.int64).max
+_MAX_KEPT_BYTES = 1 << 24
+# Shorter flat writes may be of several environments: this is not checked.
+_MIN_CHECKED = 32
 
 
 class EpisodeWriter(Writer):  # type: ignore[misc]
-    """Writes steps of E environments, each to a lane of its own.
+    """Writes transitions of E environments, each environment to one lane.
 
-    A row continues its lane's episode, unless the row before it was `done` or of another trajectory. If
-    its observation is not that row's next observation, the environment was reset without a `done`, or
-    another stream began: see `on_gap`.
+    A transition continues the episode of its lane, unless the transition before it was `done` or belongs
+    to another trajectory. If its observation is not the next observation of the transition before it, the
+    environment was reset without a `done`, or another trajectory began: see `on_gap`.
 
     Args:
         num_envs: E.
-        done_key: `[..., 1]` bool entry that ends an episode.
-        traj_key: integer entry, one number a trajectory, that cuts an episode where it changes; it
-            may be absent.
-        keys: entries to store, the others are left out; None stores all.
-        on_gap: "cut" begins an episode with a row whose observation is not, bit for bit, the next
-            observation of the row before it, and warns once; "ignore" takes rows as they come.
+        done_key: key of the `[..., 1]` bool flag that ends an episode.
+        traj_key: key of integers, one number per trajectory; an episode is split where the number
+            changes. The data may lack this key.
+        keys: keys to store, all others are left out; None stores all keys.
+        on_gap: "cut" begins an episode with a transition whose observation is not bitwise identical to
+            the next observation of the transition before it, and warns once; "ignore" stores the
+            transitions as one episode.
 
     >>> EpisodeWriter(num_envs=2)
     EpisodeWriter(num_envs=2)
@@ -76,76 +74,35 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.traj_key = validation.key("traj_key", traj_key)
         self.keys = None if keys is None else validation.keys("keys", keys)
         self.on_gap = validation.choice("on_gap", on_gap, ("cut", "ignore"))
-        # Of the last write, to be filled again.
-        self._rows: Rows | None = None
-        self._shared: Arena | None = None
-        self._take(np.zeros((8, E), np.int64))
-        # The count when rows were loaded or opened, else -1: who goes on in a lane that was not written
-        # since may be another.
+        # The staging of the last write, to be filled again.
+        self._staged: StagedBlock | None = None
+        self._notes = LaneNotes(E)
+        # The write count when transitions were loaded or opened, else -1. Lanes that were not written
+        # since may be continued by another environment, so that their gaps are no reason for a warning.
         self._resumed_at = -1
-        self._warned_of_gaps = self._warned_of_lost = self._warned_of_flat = False
-
-    def _take(self, notes: np.ndarray) -> None:
-        # How many rows were written, in the first place, and the count at the last write of each lane.
-        self._notes = notes
-        self._count, self._written_at = notes[:2]
-        # Two notes of each lane, `[2, 3, E]`: from which cursor on it holds, the number of the last
-        # trajectory, and the process that wrote it, if several write.
-        self._lanes = notes[2:].reshape(2, 3, -1)
-
-    def _held(self, lanes: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Returns which of their notes holds for lanes, their trajectories, and their processes `[L]`.
-
-        The later note holds, unless the rows that it was made for were never published.
-        """
-        since, cursors = self._lanes[:, 0, lanes], self._storage.episodes.cursors[lanes]
-        which = since.argmax(0) ^ (since.max(0) > cursors)
-        return which, *self._lanes[which, 1:, lanes].T
-
-    def _note(self, block: Block, trajectories: np.ndarray | None) -> None:
-        """Makes the notes that hold once a block is published, beside those that hold until then.
-
-        In shared memory, lanes that another process has written are cut: it has other environments.
-        """
-        lanes, offsets, own = block.which, block.offsets, os.getpid()
-        held, trajectory, process = self._held(lanes)
-        if self._shared is not None:
-            block.cut[offsets[:-1][process != own]] = True
-        notes, other = self._lanes, 1 - held
-        notes[other, 0, lanes] = _NEVER  # while it is made
-        notes[other, 1, lanes] = trajectory if trajectories is None else trajectories
-        notes[other, 2, lanes] = own
-        notes[other, 0, lanes] = self._storage.episodes.cursors[lanes] + np.diff(offsets)
+        self._warned_of_gaps = self._warned_of_unstored = self._warned_of_flat = False
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
-        return int(self._count[0])
+        """Number of transitions ever written."""
+        return int(self._notes.count[0])
 
     _write_count = write_count
 
     def share(self) -> None:
-        """Counts in memory that other processes share, and cuts lanes where the process changes."""
-        self._lanes[:, 2] = os.getpid()
-        self._shared = Arena.shared({"notes": (np.int64, self._notes.shape)})
-        self._shared.take({"notes": self._notes})
-        self._take(self._shared.arrays["notes"])
+        """Shares the write count; from now on episodes are split where the writing process changes."""
+        self._notes.share()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**super().__getstate__(), "_rows": None, "_notes": self._notes.copy()}
-        return state if get_spawning_popen() else {**state, "_shared": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._take(self._notes if self._shared is None else self._shared.arrays["notes"])
+        return {**super().__getstate__(), "_staged": None}
 
     def register_storage(self, storage: PackedStorage) -> None:
-        """Divides a storage into lanes, to write there.
+        """Divides a storage into lanes and writes to it from now on.
 
         Raises:
-            TypeError: it is no `PackedStorage`, or a buffer of TorchRL's draws its rows by a sampler that
-                knows no lanes.
-            ValueError: it is too small, or holds the rows of another number of lanes.
+            TypeError: `storage` is no `PackedStorage`, or belongs to a replay buffer with a sampler of
+                TorchRL that does not support lanes.
+            ValueError: the storage is too small, or holds transitions of another number of lanes.
         """
         reject_torchrl_components(storage)
         validation.instance("storage", storage, PackedStorage, what="a PackedStorage")
@@ -165,139 +122,151 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         """Writes steps of all lanes, or of `lanes`.
 
         Args:
-            data: `[T]` or `[]` for one lane, `[L, T]`, or `[L]` for one step of several lanes. Rows
-                `[N]` for several lanes that hold `traj_key` may be of any trajectories: each continues in
-                its lane, and a new one begins in a lane whose episode has ended, else in the least
-                recently written lane, whose episode is cut.
-            lanes: the L distinct lanes that are written; None is all of them.
+            data: `[T]` or `[]` for one lane, `[L, T]`, or `[L]` for one step of several lanes.
+                Transitions `[N]` with `traj_key` for several lanes may be of any trajectories: each
+                trajectory continues in its lane, and a new one begins in a lane whose episode has ended,
+                else in the least recently written lane, whose episode is split.
+            lanes: the L distinct lanes that are written; None is all lanes.
 
         Returns:
-            int64 slots of the batch size of `data`, in its order; -1 for rows that gave way at once.
+            int64 slots of the batch size of `data`, in its order; -1 for transitions that the same write
+            overwrote.
 
         Raises:
-            ValueError, KeyError, TypeError: the steps do not fit. Nothing is written then.
+            ValueError, KeyError, TypeError: the data do not fit. Nothing is written then.
         """
-        found, batch = entries_in(validation.tensordict("data", data)), data.batch_size
-        if not batch.numel():
-            raise ValueError(f"there must be steps to write, got a batch {[*batch]}.")
-        rows = self._rows_for(data, found, batch)
-        if rows.fill(found) and not self._warned_of_flat:
+        tensors, batch_size = tensors_in(validation.tensordict("data", data)), data.batch_size
+        if not batch_size.numel():
+            raise ValueError(f"the data must hold transitions, got the batch size {[*batch_size]}.")
+        staged = self._staged_for(data, tensors)
+        if staged.fill(tensors) and not self._warned_of_flat:
             self._warned_of_flat = True
             warn_caller(
                 "every transition of a flat batch is truncated and some are not done, as TorchRL's "
                 "trainers leave them: stored as truncated are those that are done and not terminated."
             )
-        numbers: Any = found.get(self.traj_key)
-        if numbers is not None:
-            numbers = numbers.detach().cpu().reshape(-1).numpy().astype(np.int64)
-        places, cut = self._places(rows, lanes, numbers), None
-        if numbers is not None:
-            numbers = numbers if places.order is None else numbers[places.order]
-            cut = self._cut(numbers, places)
-        block = rows.block(places, cut)
-        if numbers is None and len(batch) == len(places.which) == 1 and self.on_gap == "cut":
-            self._check_continues(block, rows.layout)
-        last = None if numbers is None else numbers[places.offsets[1:] - 1]
-        same = [key for key, after in rows.pairs if is_same(found[key], found[after])]
-        slots = self.append(block, rows.layout, last, same)
-        if places.order is not None:
-            slots = slots[torch.from_numpy(places.order.argsort())]
-        return slots if len(batch) == 1 else slots.view(batch)
+        trajectories: Any = tensors.get(self.traj_key)
+        if trajectories is not None:
+            trajectories = trajectories.detach().cpu().reshape(-1).numpy().astype(np.int64)
+        routing, cut, last_trajectories = self._route(staged, lanes, trajectories), None, None
+        if trajectories is not None:
+            ordered = trajectories if routing.order is None else trajectories[routing.order]
+            cut = self._changes_of(ordered, routing)
+            last_trajectories = ordered[routing.offsets[1:] - 1]
+        block = staged.block(routing, cut)
+        is_flat = len(batch_size) == len(routing.lanes) == 1
+        if trajectories is None and is_flat and self.on_gap == "cut":
+            self._check_continues(block, staged.layout)
+        slots = self.append(block, staged.layout, last_trajectories, staged.aliased_keys)
+        if routing.order is not None:
+            slots = slots[torch.from_numpy(routing.order.argsort())]
+        return slots if len(batch_size) == 1 else slots.view(batch_size)
 
-    def _places(self, rows: Rows, lanes: Lanes, numbers: np.ndarray | None) -> Routing:
-        """Returns where rows go, which may have the numbers of their trajectories."""
-        E, batch = self.num_envs, rows.batch
+    def _route(self, staged: StagedBlock, lanes: Lanes, trajectories: np.ndarray | None) -> Routing:
+        """Returns the lane of each transition; `trajectories` `[N]` are their numbers, if known."""
+        E, batch_size, episodes = self.num_envs, staged.batch_size, self._storage.episodes
         if lanes is not None:
-            which = np.array(lane_numbers(lanes, E), np.int64)
-            return in_lane_order(which, num_steps_of(batch, len(which)))
-        if numbers is None or len(batch) != 1:
-            return all_lanes(E, num_steps_of(batch, E))
+            numbers = np.array(lane_numbers(lanes, E), np.int64)
+            return in_lane_order(numbers, num_steps_of(batch_size, len(numbers)))
+        if trajectories is None or len(batch_size) != 1:
+            return all_lanes(E, num_steps_of(batch_size, E))
         return route(
-            *(numbers, torch.as_tensor(rows.done, device="cpu").numpy()),
-            held=self._held(np.arange(E))[1],
-            is_open=self._storage.episodes.is_open,
-            last_written=self._written_at,
+            trajectories,
+            torch.as_tensor(staged.done, device="cpu").numpy(),
+            last_trajectories=self._notes.trajectories(episodes.cursors),
+            is_open=episodes.is_open,
+            written_at=self._notes.written_at,
         )
 
-    def _rows_for(
-        self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor], batch: torch.Size
-    ) -> Rows:
-        """Returns what takes these rows: that of the last write, if they are of its batch size."""
-        rows, storage = self._rows, self._storage
+    def _staged_for(
+        self, data: TensorDictBase, tensors: Mapping[NestedKey, torch.Tensor]
+    ) -> StagedBlock:
+        """Returns the staging for the data; that of the last write, if it fits."""
+        staged, storage, batch_size = self._staged, self._storage, data.batch_size
         device = None
-        if not storage.is_on_host and found and next(iter(found.values())).device == storage.device:
-            device = storage.device
-        wanted = storage.layout, batch, device, len(found)
-        if rows is None or (rows.layout, rows.batch, rows.device, rows.num_found) != wanted:
-            layout = self._layout_of(data, found)
-            rows = Rows(layout, batch, device, self.done_key, found)
-            # Large blocks come fresh from the system, page by page, unless they are kept.
-            self._rows = rows if device is None and rows.words.nbytes <= _MOST_KEPT else None
-        return rows
+        if not storage.is_on_host and tensors:
+            first = next(iter(tensors.values()))
+            device = storage.device if first.device == storage.device else None
+        needs = storage.layout, batch_size, device, len(tensors)
+        if (
+            staged is None
+            or (staged.layout, staged.batch_size, staged.device, staged.num_tensors) != needs
+        ):
+            layout = self._layout_of(data, tensors)
+            staged = StagedBlock(layout, batch_size, device, self.done_key, tensors)
+            # The system provides a new large block page by page at each write, unless it is kept.
+            is_kept = device is None and staged.words.nbytes <= _MAX_KEPT_BYTES
+            self._staged = staged if is_kept else None
+        return staged
 
-    def _layout_of(self, data: TensorDictBase, found: Mapping[NestedKey, torch.Tensor]) -> Layout:
-        """Returns the layout of the rows; of those of the first write, if there are none yet.
+    def _layout_of(self, data: TensorDictBase, tensors: Mapping[NestedKey, torch.Tensor]) -> Layout:
+        """Returns the layout of the stored transitions, or that of a first write.
 
         Raises:
-            KeyError, ValueError: an entry is missing, or has a name that sampling sets.
+            KeyError: a tensor is missing.
+            ValueError: the data hold n-step returns, or a key that sampling sets.
         """
         storage = self._storage
         layout = storage.layout
         if layout is None:
-            every = [key for key in found if key not in _OF_BATCHES]
-            stored = self.keys or [*storage.fields] or every
-            if missing := [key for key in stored if key not in found]:
-                raise KeyError(f"the data must hold {missing}, it has {sorted(found, key=str)}.")
-            kinds = {key: (found[key].dtype, found[key].shape[data.ndim :]) for key in stored}
+            all_keys = [key for key in tensors if key not in _BATCH_KEYS]
+            stored = self.keys or [*storage.fields] or all_keys
+            if missing := [key for key in stored if key not in tensors]:
+                raise KeyError(f"the data lack {missing}; they have {sorted(tensors, key=str)}.")
+            kinds = {key: (tensors[key].dtype, tensors[key].shape[data.ndim :]) for key in stored}
             layout = storage.layout_for(kinds, nested_sizes(data.select(*stored), data.ndim))
-        if (folded := default_keys.STEPS_TO_NEXT_OBS) in found and folded not in layout:
+        if (key := default_keys.STEPS_TO_NEXT_OBS) in tensors and key not in layout:
             raise ValueError(
-                f"steps must be single ones, got sums over several, with {folded!r}: pass n_step= here."
+                f"expected 1-step transitions, but the data hold {key!r} (already n-step): pass n_step= "
+                "to the replay buffer instead of the collector."
             )
-        if not self._warned_of_lost and len(found) > len(layout.fields):
-            self._warn_of_lost(found, layout)
+        if not self._warned_of_unstored and len(tensors) > len(layout.fields):
+            self._warn_of_unstored(tensors, layout)
         return layout
 
-    def _warn_of_lost(self, found: Mapping[NestedKey, torch.Tensor], layout: Layout) -> None:
-        """Warns once of entries that are left out.
+    def _warn_of_unstored(self, tensors: Mapping[NestedKey, torch.Tensor], layout: Layout) -> None:
+        """Warns once of tensors that are left out.
 
-        Where fields are named, of those of the environment and of recurrent states: they go on under
-        `next`; what a policy computes on its way to an action does not.
+        If fields are named, only tensors under `next` count: those of the environment and of recurrent
+        states are there, but not what a policy computes besides the action.
         """
-        others = [key for key in found if key not in layout and key not in _OF_BATCHES]
-        hint = "the first write says which there are, or PackedStorage(fields=...)."
+        unstored = [key for key in tensors if key not in layout and key not in _BATCH_KEYS]
+        hint = "the first write determines the fields, or PackedStorage(fields=...)."
         if self.keys or self._storage.fields:
-            nested = [key for key in others if key[0] == "next" and not _BY_PRODUCTS & {*key}]
-            # What a field at the root leads to is left out on purpose.
-            others = [key for key in (unravel_key(it[1:]) for it in nested) if key not in layout]
+            next_keys = [key for key in unstored if key[0] == "next" and not _BY_PRODUCTS & {*key}]
+            # Next values of a field at the root are left out on purpose.
+            roots = (unravel_key(key[1:]) for key in next_keys)
+            unstored = [key for key in roots if key not in layout]
             hint = (
-                "name those that are needed in extra_fields=. States of a recurrent policy have fields "
-                "if its primer (make_tensordict_primer()) is part of the storage's environment."
+                "to store them, name them in extra_fields=. States of a recurrent policy have fields if "
+                "its primer (make_tensordict_primer()) is part of the environment of from_env()."
             )
-        if lost := sorted(others, key=str):
-            self._warned_of_lost = True
-            warn_caller(f"the storage has no fields for {lost}, which are left out: {hint}")
+        if unstored:
+            self._warned_of_unstored = True
+            names = sorted(unstored, key=str)
+            warn_caller(f"the replay buffer has no fields for {names}, which are left out: {hint}")
 
-    def _cut(self, numbers: np.ndarray, places: Routing) -> np.ndarray:
-        """Returns `[N]` where trajectories change, in the order of their places."""
-        cut = np.append(False, numbers[1:] != numbers[:-1])
-        # The first row of a lane goes on with the lane's last trajectory, or with none.
-        first = places.offsets[:-1]
-        cut[first] = numbers[first] != self._held(places.which)[1]
-        return cut
+    def _changes_of(self, trajectories: np.ndarray, routing: Routing) -> np.ndarray:
+        """Returns `[N]` bool, whether a transition begins another trajectory, in the routing's order."""
+        is_new = np.append(False, trajectories[1:] != trajectories[:-1])
+        # The first transition may continue the last trajectory of its lane.
+        first, cursors = routing.offsets[:-1], self._storage.episodes.cursors
+        is_new[first] = trajectories[first] != self._notes.trajectories(cursors, routing.lanes)
+        return is_new
 
     def _check_continues(self, block: Block, layout: Layout) -> None:
         """Raises a ValueError if a flat block without trajectory ids can't be of one environment."""
         size = len(block.done)
-        if (
-            size >= _LEAST_CHECKED
-            and 2 * (gaps := layout.count_gaps(block.words, block.done)) > size
-        ):
+        if size < _MIN_CHECKED:
+            return
+        num_gaps = layout.count_gaps(block.words, block.done)
+        if 2 * num_gaps > size:
             raise ValueError(
-                f"{gaps} of {size} transitions do not begin with the observation that the one before led "
-                "to. Of several environments: make the replay buffer with their num_envs and pass "
-                f"[num_envs, T], or [N] with trajectory ids, {self.traj_key!r}. Unrelated transitions: "
-                "set 'truncated' and 'done' of each. Nothing was written."
+                f"{num_gaps} of {size} transitions do not begin with the next observation of the "
+                "transition before. If the data are of several environments, create the replay buffer "
+                f"with their num_envs and pass [num_envs, T], or [N] with trajectory ids, "
+                f"{self.traj_key!r}. If the transitions are unrelated, set 'truncated' and 'done' of "
+                "each. Nothing was written."
             )
 
     # Steps as blocks
@@ -307,69 +276,78 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         block: Block,
         layout: Layout,
         trajectories: np.ndarray | None = None,
-        same: Sequence[NestedKey] = (),
+        aliased_keys: Sequence[NestedKey] = (),
         *,
         cuts_gaps: bool | None = None,
     ) -> torch.Tensor:
-        """Writes rows that are checked but for their stacks of frames.
+        """Writes checked transitions; only their stacks of frames are checked here.
 
         Args:
-            block: the rows.
-            layout: of the rows.
-            trajectories: `[L]` the last trajectory of each lane; None is that of before.
-            same: keys of observations that share the memory of their next ones.
-            cuts_gaps: whether to split episodes at gaps; None as `on_gap` says.
+            block: the transitions.
+            layout: of the transitions.
+            trajectories: `[L]` the last trajectory of each lane; None keeps the trajectories.
+            aliased_keys: keys of observations that share memory with their next observations.
+            cuts_gaps: whether to split episodes at gaps; None follows `on_gap`.
 
         Returns:
             `[N]` int64 slots in the order of the block.
 
         Raises:
-            ValueError: a stack does not continue with the next frame, or the array was changed since the
-                last step. Nothing is written then.
+            ValueError: a stack does not continue with the next frame, or an observation that shares
+                memory with its next observation was changed after the last step. Nothing is written then.
         """
-        storage = self._storage
+        storage, notes, lanes, offsets = self._storage, self._notes, block.which, block.offsets
         layout.check_stacks(block.words)
         if storage.layout is None:
             storage.set_layout(layout)
-        if self._shared is not None or trajectories is not None:
-            self._note(block, trajectories)
+        if notes.is_shared or trajectories is not None:
+            cursors = storage.episodes.cursors
+            is_foreign = notes.add(lanes, np.diff(offsets), cursors, trajectories)
+            if notes.is_shared:  # another process has other environments
+                block.cut[offsets[:-1][is_foreign]] = True
         cuts_gaps = self.on_gap == "cut" if cuts_gaps is None else cuts_gaps
         warns = cuts_gaps and not self._warned_of_gaps
-        stops = warns or bool(same)
-        slots, gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
-        if stops and gaps:
-            self._check_unchanged(block, layout, same)
-            gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
-            if warns and gaps > 0:
+        stops = warns or bool(aliased_keys)
+        slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
+        if stops and num_gaps:
+            self._check_unchanged(block, layout, aliased_keys)
+            num_gaps -= int((notes.written_at[lanes] <= self._resumed_at).sum())
+            if warns and num_gaps > 0:
                 self._warn_of_gaps()
             slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
-        self._count[0] = count = int(self._count[0]) + len(block.done)
-        self._written_at[block.which] = count
+        notes.count[0] = count = self.write_count + len(block.done)
+        notes.written_at[lanes] = count
         return torch.from_numpy(slots)
 
     def _warn_of_gaps(self) -> None:
         self._warned_of_gaps = True
         warn_caller(
-            "a row does not begin with the observation that the row before it in its lane led to: "
-            "its episode is cut there. Call end_episodes() where environments are reset early, or "
-            'pass on_gap="ignore" if observations are changed between steps.'
+            "a transition does not begin with the next observation of the transition before it in its "
+            "lane: its episode is split there. Call end_episodes() where environments are reset early, "
+            'or pass on_gap="ignore" if observations are changed between steps.'
         )
 
-    def _check_unchanged(self, block: Block, layout: Layout, same: Sequence[NestedKey]) -> None:
-        """Raises a ValueError if an observation in `same` is not what the episode in its lane led to."""
+    def _check_unchanged(
+        self, block: Block, layout: Layout, aliased_keys: Sequence[NestedKey]
+    ) -> None:
+        """Checks that observations in `aliased_keys` equal the newest next observations of their lanes.
+
+        Raises:
+            ValueError: an observation was changed in place.
+        """
         storage, first = self._storage, block.offsets[:-1]
         index, cut = storage.episodes, torch.as_tensor(block.cut).cpu().numpy()
-        runs = index.is_open[block.which] & ~cut[first]
-        if not same or not runs.any():
+        continues = index.is_open[block.which] & ~cut[first]
+        if not aliased_keys or not continues.any():
             return
-        newest = torch.from_numpy(index.newest_slots()[block.which[runs]])
-        views = layout.views(torch.as_tensor(block.words)[first[runs]])
-        for key in same:
-            led_to = storage.entries.take(
+        newest = torch.from_numpy(index.newest_slots()[block.which[continues]])
+        views = layout.views(torch.as_tensor(block.words)[first[continues]])
+        for key in aliased_keys:
+            stored = storage.entries.take(
                 default_keys.next_key(key), storage.entries.entries_of(newest)
             )
-            now = views[key].to(led_to.device)
-            if not torch.equal(led_to.view(len(now), -1), now.reshape(len(now), -1)):
+            values = views[key].to(stored.device)
+            if not torch.equal(stored.view(len(values), -1), values.reshape(len(values), -1)):
                 raise ValueError(
                     f"{key!r} and its next value are the same array, which has changed since the last "
                     f"step: pass a copy of each, such as {default_keys.key_path(key)[-1]}.copy()."
@@ -387,8 +365,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if not len(transfer.slots):
             return
         layout, sources = self._layout_from(source.layout)
-        stacks = [(it.stack, source.layout.by_key[sources[it.key]].stack) for it in layout.fields]
-        if any(own and own != its for own, its in stacks):
+        source_field = source.layout.by_key
+        stacks = [(it.stack, source_field[sources[it.key]].stack) for it in layout.fields]
+        if any(stack and stack != source_stack for stack, source_stack in stacks):
             for block, _ in Transfer(source, target).blocks(layout, sources):
                 layout.check_stacks(block.words)
         if target.layout is None:
@@ -403,8 +382,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             index.num_updates[0] += 1
         target.end_episodes(transfer.ended_lanes())
         if transfer.keeps_lanes:
-            self._lanes[:, 0] = 0
-            self._lanes[:, 1] = other._held(np.arange(self.num_envs))[1]
+            self._notes.reset(other._trajectories())
         self._resumed_at = self.write_count
 
     def _layout_from(self, source: Layout) -> tuple[Layout, dict[NestedKey, NestedKey]]:
@@ -413,43 +391,48 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         Raises:
             ValueError: fields do not fit.
         """
-        storage, given = self._storage, source.described
-        wanted = storage.fields or dict.fromkeys(self.keys or given)
-        sources = matched(storage.layout.described if storage.layout else wanted, given)
-        layout = storage.layout_for(
-            {key: given[its] for key, its in sources.items()}, source.nested
+        storage, source_fields = self._storage, source.described
+        fields = storage.fields or dict.fromkeys(self.keys or source_fields)
+        sources = match_fields(
+            storage.layout.described if storage.layout else fields, source_fields
         )
-        if lost := sorted(given.keys() - {*sources.values()}, key=str):
-            warn_caller(f"the replay buffer has no fields for {lost}, which are left out.")
+        layout = storage.layout_for(
+            {key: source_fields[source_key] for key, source_key in sources.items()}, source.nested
+        )
+        if unstored := sorted(source_fields.keys() - {*sources.values()}, key=str):
+            warn_caller(f"the replay buffer has no fields for {unstored}, which are left out.")
         return layout, sources
 
-    # As TorchRL's buffers ask
+    def _trajectories(self) -> np.ndarray:
+        """Returns the last trajectory of each lane, `[E]`."""
+        return self._notes.trajectories(self._storage.episodes.cursors)
+
+    # The interface of TorchRL's writers
 
     def _empty(self, empty_write_count: bool = True) -> None:
         if empty_write_count:
-            self._count[0] = self._written_at[:] = 0
+            self._notes.count[0] = self._notes.written_at[:] = 0
             self._resumed_at = -1
 
     def state(self) -> State:
-        """Returns the write count, and of each lane its trajectory and when it was written."""
-        lanes = torch.from_numpy(
-            np.stack([self._held(np.arange(self.num_envs))[1], self._written_at])
-        )
+        """Returns the write count, and per lane the last trajectory and the count at the last write."""
+        lanes = torch.from_numpy(np.stack([self._trajectories(), self._notes.written_at]))
         return {"write_count": self.write_count, "lanes": lanes}
 
     def prepare_load(self, state: Any) -> Adopt:
         """Returns a function that adopts a state.
 
         Raises:
-            ValueError, TypeError: the state is not that of such a writer.
+            ValueError, TypeError: the state is not from a writer with as many lanes.
         """
         count, lanes = required_items("EpisodeWriter", state, ("write_count", "lanes"))
         count = validation.integer("write_count", count)
-        lanes = array("lanes", lanes, torch.int64, 2, self.num_envs)
+        trajectories, written_at = array("lanes", lanes, torch.int64, 2, self.num_envs)
 
         def adopt() -> None:
-            self._count[0], self._lanes[:, 1], self._written_at[:] = count, *lanes
-            self._lanes[:, 0], self._resumed_at = 0, count
+            self._notes.count[0], self._notes.written_at[:] = count, written_at
+            self._notes.reset(trajectories)
+            self._resumed_at = count
 
         return adopt
 
@@ -462,8 +445,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.prepare_load(state_dict)()
 
     def dumps(self, path: Any) -> None:
-        """Raises: a storage is saved as a whole."""
-        raise NotImplementedError("use a ReplayStorage, which saves rows and parts as one.")
+        """Raises a NotImplementedError: only whole replay buffers are saved."""
+        raise NotImplementedError(
+            "use ReplayStorage.dumps, which saves transitions and components."
+        )
 
     loads = dumps
 
