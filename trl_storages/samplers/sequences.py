@@ -87,6 +87,9 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     ) -> tuple[Tensor, dict[str, Any]]:
         """Expands anchors into consecutive sequences.
 
+        TorchRL's recurrent modules read `is_init`. Padding has the `is_init` of the transition that it
+        repeats, so that a network which restarts there enters the episode with its first state.
+
         Args:
             index: `[B]` int64 slots of the anchors.
             info: the sampler's entries `[B, ...]`, which are repeated for each transition.
@@ -100,9 +103,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             - `step_in_sequence`, `[B * S]` int64: 0 .. S - 1;
             - `validity_mask`, `[B * S]` bool: False for padding;
             - `learning_mask`, `[B * S]` bool: True for the `length` transitions after the burn-in;
-            - `is_init`, `[B * S, 1]` bool: True for the first transition of an episode, as read by
-              TorchRL's recurrent modules. Padding has the `is_init` of the transition that it repeats,
-              so that a network which restarts there enters the episode with its first state.
+            - `is_init`, `[B * S, 1]` bool: True for the first transition of an episode.
         """
         S = self.num_steps
         slots, valid, begins = storage.episodes.sequences(
