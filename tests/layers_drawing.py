@@ -1,4 +1,4 @@
-"""Draws the layers of the package, out of what keeps them: the contract of import-linter and the imports.
+"""Draws the layers of the package from the contract of import-linter and from the imports.
 
     python -m tests.layers_drawing
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- layers: begin -->\n", "<!-- layers: end -->\n"
 
 
 def layers() -> list[list[str]]:
-    """Returns the parts of the package by layer, the top first."""
+    """Returns the modules of the package by layer, from top to bottom."""
     project = (ROOT / "pyproject.toml").read_text()
     contract = project.split('name = "Arrows point down only"')[1]
     listed = ast.literal_eval(re.search(r"^layers = (\[.*?^\])", contract, re.M | re.S)[1])
@@ -26,43 +26,43 @@ def layers() -> list[list[str]]:
     return [[name.removeprefix("trl_storages.") for name in layer] for layer in names]
 
 
-def summary(part: str) -> str:
-    """Returns the first sentence of what a part says of itself."""
-    path = PACKAGE / part
+def summary(module: str) -> str:
+    """Returns the first line of the docstring of a module."""
+    path = PACKAGE / module
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
 
 
-def imports(parts: set[str]) -> dict[str, set[str]]:
-    """Returns which parts each part imports."""
-    found: dict[str, set[str]] = {part: set() for part in parts}
+def imports(modules: set[str]) -> dict[str, set[str]]:
+    """Returns the modules that each module imports."""
+    imported: dict[str, set[str]] = {module: set() for module in modules}
     for path in PACKAGE.rglob("*.py"):
-        part = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if part not in parts:
+        module = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if module not in modules:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl_storages"):
                 names = [*(node.module or "").split(".")[1:2]] or [each.name for each in node.names]
-                found[part] |= {*names} & parts - {part}
-    return found
+                imported[module] |= {*names} & modules - {module}
+    return imported
 
 
-def arrows(parts: set[str]) -> list[tuple[str, str]]:
-    """Returns the imports that don't follow from others, by which a part is reached on a longer way."""
-    direct = imports(parts)
+def arrows(modules: set[str]) -> list[tuple[str, str]]:
+    """Returns the imports that no longer path of imports implies."""
+    direct = imports(modules)
 
-    reached = {part: {*others} for part, others in direct.items()}
-    for _ in parts:
+    reached = {module: {*others} for module, others in direct.items()}
+    for _ in modules:
         for others in reached.values():
             others |= {further for other in others for further in reached[other]}
-    # Parts of one layer may know each other: what leads back says nothing.
+    # Modules of one layer may import each other: a cycle implies nothing.
     return sorted(
-        (part, other)
-        for part in parts
-        for other in direct[part]
+        (module, other)
+        for module in modules
+        for other in direct[module]
         if not any(
-            other in reached[between] and part not in reached[between]
-            for between in direct[part] - {other}
+            other in reached[between] and module not in reached[between]
+            for between in direct[module] - {other}
         )
     )
 
@@ -73,19 +73,21 @@ def drawing() -> str:
     lines = ["```mermaid", "flowchart TD"]
     for number, layer in enumerate(above, 1):
         lines.append(f'  subgraph layer_{number}[" "]')
-        lines += [f"    {part}" for part in layer]
+        lines += [f"    {module}" for module in layer]
         lines.append("  end")
     lines += [
-        f"  {part} --> {other}"
-        for part, other in arrows({part for layer in above for part in layer})
+        f"  {module} --> {other}"
+        for module, other in arrows({module for layer in above for module in layer})
     ]
-    lines += ["```", "", "| part | what it is |", "|---|---|"]
-    lines += [f"| `{part}` | {summary(part)} |" for layer in [*above, below] for part in layer]
+    lines += ["```", "", "| module | contents |", "|---|---|"]
+    lines += [
+        f"| `{module}` | {summary(module)} |" for layer in [*above, below] for module in layer
+    ]
     return "\n".join(lines) + "\n"
 
 
 def written(page: str) -> str:
-    """Returns the page with the drawing as it is today."""
+    """Returns the page with the current drawing."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + drawing() + END + rest.split(END)[1]
 
