@@ -20,8 +20,9 @@ ELSEWHERE = {"several_machines.md"}
 LINK = r"\]\(([^)]+)\)"
 
 
-# Collectors, losses and environments of the examples warn about options of their own.
+# Collectors, losses and environments of the examples warn about their own options, Minari about metadata.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*( is set to None|env_spec is None)")
 @pytest.mark.parametrize(
     "page",
     [README, *(guide for guide in GUIDES if guide.name not in ELSEWHERE)],
