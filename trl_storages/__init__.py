@@ -38,7 +38,7 @@ from trl_storages.transforms import (
 )
 from trl_storages.writing import EpisodeWriter
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "EREReplayStorage",
