@@ -1,6 +1,6 @@
-"""Draws figure 1 of Andrychowicz et al. 2017: flipping n bits, with hindsight and without.
+"""Draws figure 1 of Andrychowicz et al. 2017: flipping n bits, with HER and without.
 
-    python tutorials/bits_figure.py           # does the missing runs, then draws
+    python tutorials/bits_figure.py           # makes the missing runs, then draws
     python tutorials/bits_figure.py --draw    # draws the finished ones
 
 Each agent learns with DQN for 1,024 steps per bit, with one update on 128 transitions every four steps;
@@ -25,7 +25,7 @@ from options import OneLineParser, integer_from, need
 BITS = (5, 10, 15, 20, 25, 30, 35, 40)
 SEEDS = (0, 1, 2)
 STEPS_PER_BIT = 1024
-# The batch size is the paper's; stepping more environments together makes each of their steps faster.
+# The batch size is the paper's. With more environments each step is faster.
 OPTIONS = ("--batch-size=128", "--num-envs=16")
 ROW = ("BitFlipping-v0", "dqn")
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="numbers of bits (5 10 15 20 25 30 40)",
     )
     add("--seeds", nargs="+", default=[*SEEDS], type=integer_from(0), help="(0 1 2)")
-    add("--jobs", default=1, type=count, help="runs side by side (%(default)s)")
+    add("--jobs", default=1, type=count, help="concurrent runs (%(default)s)")
     add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
     add("--output", default=PICTURE, type=Path, help="picture (%(default)s)")
     add("--draw", action="store_true", help="only draw the runs that are finished")
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     missing = [] if args.draw else [run for run in runs if run not in finished]
     made = learning_results.make_all(missing, args.results, args.jobs, OPTIONS)
     for number, record in enumerate(made, 1):
-        told = f"{record['bits']} bits, {learning_results.summary(record)}"
-        print(f"{number}/{len(missing)}: {told}", file=sys.stderr, flush=True)
+        summary = f"{record['bits']} bits, {learning_results.summary(record)}"
+        print(f"{number}/{len(missing)}: {summary}", file=sys.stderr, flush=True)
     finished = learning_results.read(args.results)
     if not set(runs) & finished.keys():
         raise SystemExit(

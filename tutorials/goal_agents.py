@@ -1,6 +1,6 @@
 """Four goal-conditioned algorithms from TorchRL's modules and losses: DQN, DDPG, TD3 and SAC.
 
-Nothing in this file depends on replay or HER: the goal is one more input of each network.
+This file does not depend on replay or HER: the goal is one more input of each network.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ INPUTS = ["observation", "desired_goal"]
 
 @dataclass
 class Agent:
-    """The parts of an algorithm that a training loop uses.
+    """The modules of an algorithm that a training loop uses.
 
-    `policy` acts greedily and `explorer` collects data. The entries of `loss` whose names begin with
+    `policy` acts greedily and `explorer` collects data. The outputs of `loss` whose names begin with
     "loss" are minimised, the policy's own only once every `policy_delay` updates.
     """
 
@@ -122,7 +122,7 @@ def make_sac(examples: torch.Tensor, actions: TensorSpec) -> Agent:
     return Agent(policy, policy, loss)
 
 
-# Each takes examples `[n, num_inputs]` of the concatenated `INPUTS`, and the spec of one action.
+# Each accepts examples `[n, num_inputs]` of the concatenated `INPUTS`, and the spec of one action.
 ALGORITHMS: dict[str, Callable[[torch.Tensor, TensorSpec], Agent]] = {
     "dqn": make_dqn,
     "ddpg": make_ddpg,

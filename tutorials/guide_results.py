@@ -1,6 +1,6 @@
 """Trains the agents of the guides with their full budgets, on three seeds, and prints the results.
 
-    python tutorials/guide_results.py                              # does the missing runs
+    python tutorials/guide_results.py                              # makes the missing runs
     python tutorials/guide_results.py --table                      # only prints the table
     python tutorials/guide_results.py --only rlpd --seeds 3 4      # one guide only, other seeds
 
@@ -23,7 +23,7 @@ from learning_results import versions
 from options import OneLineParser, integer_from
 
 RESULTS = Path(__file__).with_name("guide_results.jsonl")
-# The measure of each guide after training.
+# The quantity that each guide measures after training.
 GUIDES = {
     "offline_goals": "tests that arrive",
     "recurrent": "signs that are followed",
@@ -90,7 +90,7 @@ def make_missing(
     make: Callable[[Mapping[str, Any]], dict[str, Any]],
     path: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Does the runs that are not finished; appends each to the file as a line, and yields it."""
+    """Makes the runs that are not finished; appends each to the file as a line, and yields it."""
     torch.set_num_threads(1)
     for run in runs:
         if of_run(run, finished) is None:
@@ -108,11 +108,13 @@ def meets(record: Mapping[str, Any]) -> bool:
 
 def table(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -> str:
     """Returns the results as Markdown; results outside their bounds are bold."""
-    lines = ["| guide | agent | measured | results | asked |", "|---|---|---|---|---|"]
+    lines = ["| guide | agent | measured | results | threshold |", "|---|---|---|---|---|"]
     for guide, agent in dict.fromkeys((run["guide"], run["agent"]) for run in runs):
         of_row = [run for run in runs if (run["guide"], run["agent"]) == (guide, agent)]
         shown = ", ".join(cell(of_run(run, finished)) for run in of_row)
-        lines.append(f"| {guide}.py | {agent} | {GUIDES[guide]} | {shown} | {asked(of_row[0])} |")
+        lines.append(
+            f"| {guide}.py | {agent} | {GUIDES[guide]} | {shown} | {threshold(of_row[0])} |"
+        )
     return "\n".join(lines)
 
 
@@ -123,13 +125,13 @@ def cell(record: Mapping[str, Any] | None) -> str:
     return result if meets(record) else f"**{result}**"
 
 
-def asked(run: Mapping[str, Any]) -> str:
+def threshold(run: Mapping[str, Any]) -> str:
     bounds = {"≥": run["at_least"], "≤": run["at_most"]}
     return ", ".join(f"{sign} {bound:.2f}" for sign, bound in bounds.items() if bound is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does the missing runs; returns 1 if any result is outside its bound."""
+    """Makes the missing runs; returns 1 if any result is outside its bound."""
     parser = OneLineParser(
         prog="guide_results.py",
         description=__doc__,
@@ -143,10 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runs, finished = planned(args.only, args.seeds), read(args.results)
     for record in make_missing([] if args.table else runs, finished, make, args.results):
-        said = (
-            f"{record['guide']}, {record['agent']}, seed {record['seed']}: {record['result']:.2f}"
-        )
-        print(f"{said} in {record['seconds']} s", file=sys.stderr, flush=True)
+        run = f"{record['guide']}, {record['agent']}, seed {record['seed']}"
+        result = f"{record['result']:.2f} in {record['seconds']} s"
+        print(f"{run}: {result}", file=sys.stderr, flush=True)
     print(table(runs, finished))
     records = [of_run(run, finished) for run in runs]
     return int(not all(record is None or meets(record) for record in records))

@@ -1,6 +1,6 @@
-"""Trains every algorithm with and without hindsight, on three seeds, and prints the results.
+"""Trains every algorithm with HER and without, on three seeds, and prints the results.
 
-    python tutorials/learning_results.py --jobs 2                      # does the missing runs
+    python tutorials/learning_results.py --jobs 2                      # makes the missing runs
     python tutorials/learning_results.py --table                       # only prints the table
     python tutorials/learning_results.py --only '*:sac' --seeds 3 4    # other rows, other seeds
 
@@ -35,7 +35,7 @@ MODULES = ("trl_storages", "torchrl", "torch", "gymnasium", "gymnasium_robotics"
 class Run:
     """All settings that determine a run, and the success rate required of it.
 
-    `bound` is a lower bound for an agent with hindsight, and an upper bound for an agent without.
+    `bound` is a lower bound for an agent with HER, and an upper bound for an agent without.
     """
 
     env: str
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Which of the two agents it trains."""
+        """The name of the agent that the run trains."""
         return train_her.WITH if self.hindsight else train_her.WITHOUT
 
     def meets(self, success: float) -> bool:
@@ -118,7 +118,7 @@ def make(run: Run, path: Path, further: Sequence[str] = ()) -> dict[str, Any]:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        # One write, so that lines of runs that end at the same time don't interleave.
+        # One write, so that lines of runs that end at the same time do not interleave.
         file.write(json.dumps(record) + "\n")
     return record
 
@@ -148,7 +148,7 @@ def finished_run(path: Path, number: int, line: str) -> tuple[Run, dict[str, Any
 def table(records: Mapping[Run, Mapping[str, Any]], runs: Sequence[Run]) -> str:
     """Returns the results as Markdown; success rates outside their bounds are bold."""
     lines = [
-        "| environment | algorithm | steps | with hindsight | asked | without | asked |",
+        "| environment | algorithm | steps | with HER | threshold | without HER | threshold |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in dict.fromkeys((run.env, run.algo) for run in runs):
@@ -158,7 +158,7 @@ def table(records: Mapping[Run, Mapping[str, Any]], runs: Sequence[Run]) -> str:
         cells = [f"{first.env}{bits}", first.algo.upper(), f"{first.steps:,}"]
         for hindsight in (True, False):
             of_cell = [run for run in of_row if run.hindsight == hindsight]
-            cells += [", ".join(shown(run, records) for run in of_cell), asked(of_cell[0])]
+            cells += [", ".join(shown(run, records) for run in of_cell), threshold(of_cell[0])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -170,14 +170,14 @@ def shown(run: Run, records: Mapping[Run, Mapping[str, Any]]) -> str:
     return f"{success:.2f}" if run.meets(success) else f"**{success:.2f}**"
 
 
-def asked(run: Run) -> str:
+def threshold(run: Run) -> str:
     return "" if run.bound is None else f"{'≥' if run.hindsight else '≤'} {run.bound:.2f}"
 
 
 def make_all(
     runs: Sequence[Run], path: Path, jobs: int, further: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Does some runs, several in parallel; yields the record of each as it ends."""
+    """Makes some runs, several in parallel; yields the record of each as it ends."""
     if jobs == 1:
         yield from (make(run, path, further) for run in runs)
         return
@@ -201,18 +201,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names, add = ", ".join(map(":".join, train_her.TASKS)), parser.add_argument
     add("--only", nargs="+", default=["*"], metavar="PATTERN", help=f"rows, of {names}")
     add("--seeds", nargs="+", default=[0, 1, 2], type=integer_from(0), help="(%(default)s)")
-    add("--jobs", default=1, type=integer_from(1), help="runs side by side (%(default)s)")
+    add("--jobs", default=1, type=integer_from(1), help="concurrent runs (%(default)s)")
     add("--results", default=RESULTS, type=Path, help="file of finished runs (%(default)s)")
     add("--table", action="store_true", help="only print the table, of the runs that are finished")
     args = parser.parse_args(argv)
     for pattern in args.only:
         if not rows_named([pattern]):
-            parser.error(f"--only {pattern} fits none of {names}")
+            parser.error(f"--only {pattern} matches none of {names}")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does the missing runs; returns 1 if any result is outside its bound."""
+    """Makes the missing runs; returns 1 if any result is outside its bound."""
     args = parse(argv)
     runs, finished = planned(rows_named(args.only), args.seeds), read(args.results)
     missing = [] if args.table else [run for run in runs if run not in finished]

@@ -32,7 +32,7 @@ from torchrl.modules import MLP
 from trl_storages import GoalRelabel, HERReplayStorage, HERSampler, ReplayStorage
 from trl_storages.datasets import from_arrays
 
-# Where goals come from: first those of the value, then those of the actor.
+# Strategies of goals: of the value, and of the actor.
 AGENTS: dict[str, tuple[Any, Any]] = {
     "mixture": ({"future": 0.5, "random": 0.3, "current": 0.2}, {"future": 0.5, "random": 0.5}),
     "future": ("future", "future"),
@@ -62,7 +62,7 @@ class Budget:
 
 
 class Slower(gymnasium.Wrapper):
-    """Holds each action for some steps, since the ball barely moves in one."""
+    """Repeats each action for some steps, because the ball barely moves in one step."""
 
     def __init__(self, env: gymnasium.Env, steps: int = 10) -> None:
         super().__init__(env)
@@ -88,13 +88,13 @@ def roll_around(episodes: int, seed: int, steps: int = 12) -> dict[str, np.ndarr
     actions: list[np.ndarray] = []
     for episode in range(episodes):
         start = np.array(FREE[rng.integers(len(FREE))])
-        seen, _ = env.reset(seed=seed + episode, options={"reset_cell": start})
+        obs, _ = env.reset(seed=seed + episode, options={"reset_cell": start})
         for _ in range(steps):
             if not actions or rng.random() < 0.2:
                 push = rng.uniform(-1, 1, 2).astype(np.float32)
-            observations.append(seen["observation"])
+            observations.append(obs["observation"])
             actions.append(push)
-            seen, *_ = env.step(push)
+            obs, *_ = env.step(push)
     is_last = np.arange(1, len(actions) + 1) % steps == 0
     return {
         "observations": np.stack(observations),
@@ -103,26 +103,26 @@ def roll_around(episodes: int, seed: int, steps: int = 12) -> dict[str, np.ndarr
     }
 
 
-def arrived(achieved: Tensor, goal: Tensor, _: Mapping[Any, Tensor]) -> Tensor:
+def is_reached(achieved: Tensor, goal: Tensor, _: Mapping[Any, Tensor]) -> Tensor:
     return (achieved - goal).norm(dim=-1) <= NEAR
 
 
 def make_storage(data: Mapping[str, np.ndarray], agent: str, seed: int) -> ReplayStorage:
-    """Creates a buffer of the data, whose batches have a goal for the value and one for the actor."""
-    of_value, of_actor = AGENTS[agent]
+    """Creates a buffer whose batches have one goal for the value and one for the actor."""
+    value_strategy, actor_strategy = AGENTS[agent]
     storage = from_arrays(
         data,
         preset=HERReplayStorage,
         float_dtype=torch.float32,
         goal_fn=lambda observation: observation[..., :2],
-        reward_fn=lambda *reached: arrived(*reached).float() - 1,
-        terminated_fn=arrived,
-        strategy=of_value,
+        reward_fn=lambda *args: is_reached(*args).float() - 1,
+        terminated_fn=is_reached,
+        strategy=value_strategy,
         num_goals=math.inf,
         seed=seed,
     )
-    further = HERSampler(of_actor, math.inf, goal_key="actor_goal", base=storage.sampler)
-    storage.set_sampler(further)
+    sampler = HERSampler(actor_strategy, math.inf, goal_key="actor_goal", base=storage.sampler)
+    storage.set_sampler(sampler)
     storage.append_transform(GoalRelabel(None, goal_key="actor_goal"))
     return storage
 
@@ -133,49 +133,54 @@ class Learner:
     def __init__(self) -> None:
         layers = {"num_cells": [128, 128], "activation_class": nn.ReLU}
         self.value = MLP(6, 1, **layers)
-        self.late_value = deepcopy(self.value).requires_grad_(False)
+        self.target_value = deepcopy(self.value).requires_grad_(False)
         self.actor = nn.Sequential(MLP(6, 2, **layers), nn.Tanh())
         parameters = [*self.value.parameters(), *self.actor.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=1e-3)
 
     def update(self, batch: Mapping[Any, Tensor]) -> None:
-        """Learns from a batch."""
-        before, after = batch["observation"], batch["next", "observation"]
-        loss = self.value_loss(batch, before, after) + self.actor_loss(batch, before, after)
+        """Takes a gradient step on a batch."""
+        loss = self.value_loss(batch) + self.actor_loss(batch)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         with torch.no_grad():
-            for late, new in zip(
-                self.late_value.parameters(), self.value.parameters(), strict=True
-            ):
-                late.lerp_(new, 0.02)
+            pairs = zip(self.target_value.parameters(), self.value.parameters(), strict=True)
+            for target_parameter, parameter in pairs:
+                target_parameter.lerp_(parameter, 0.02)
 
-    def value_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """Pulls values towards the better outcomes: an expectile above 0.5 leans towards the maximum."""
-        goal = batch["desired_goal"]
+    def value_loss(self, batch: Mapping[Any, Tensor]) -> Tensor:
+        """Expectile regression: an expectile above 0.5 leans towards the better outcomes."""
+        obs, next_obs, goal = (
+            batch["observation"],
+            batch["next", "observation"],
+            batch["desired_goal"],
+        )
         with torch.no_grad():
-            goes_on = ~batch["next", "terminated"]
-            to_come = DISCOUNT * goes_on * self.late_value(torch.cat([after, goal], -1))
-            target = batch["next", "reward"] + to_come
-        error = target - self.value(torch.cat([before, goal], -1))
+            next_value = self.target_value(torch.cat([next_obs, goal], -1))
+            continues = ~batch["next", "terminated"]
+            target = batch["next", "reward"] + DISCOUNT * continues * next_value
+        error = target - self.value(torch.cat([obs, goal], -1))
         return (torch.where(error > 0, EXPECTILE, 1 - EXPECTILE) * error**2).mean()
 
-    def actor_loss(self, batch: Mapping[Any, Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """Imitates the actions, weighted by how much closer they led to the actor's goal."""
-        goal = batch["actor_goal"]
+    def actor_loss(self, batch: Mapping[Any, Tensor]) -> Tensor:
+        """Imitates the actions, weighted by their advantages with respect to the actor's goal."""
+        obs, next_obs, goal = (
+            batch["observation"],
+            batch["next", "observation"],
+            batch["actor_goal"],
+        )
+        inputs = torch.cat([obs, goal], -1)
         with torch.no_grad():
-            gain = self.value(torch.cat([after, goal], -1)) - self.value(
-                torch.cat([before, goal], -1)
-            )
-            weight = (TEMPERATURE * gain).exp().clamp(max=100)
-        difference = self.actor(torch.cat([before, goal], -1)) - batch["action"]
+            advantage = self.value(torch.cat([next_obs, goal], -1)) - self.value(inputs)
+            weight = (TEMPERATURE * advantage).exp().clamp(max=100)
+        difference = self.actor(inputs) - batch["action"]
         return (weight * difference**2).mean()
 
     @torch.no_grad()
-    def act(self, seen: Mapping[str, np.ndarray]) -> np.ndarray:
+    def act(self, obs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the actor's action."""
-        inputs = np.concatenate([seen["observation"], seen["desired_goal"]])
+        inputs = np.concatenate([obs["observation"], obs["desired_goal"]])
         return self.actor(torch.from_numpy(inputs).float()).numpy()
 
 
@@ -185,9 +190,9 @@ def success_rate(learner: Learner, tests: int, seed: int, steps: int = 50) -> fl
     for test in range(tests):
         start, goal = ENDS if test % 2 else ENDS[::-1]
         options = {"reset_cell": np.array(start), "goal_cell": np.array(goal)}
-        seen, _ = env.reset(seed=seed + test, options=options)
+        obs, _ = env.reset(seed=seed + test, options=options)
         for _ in range(steps):
-            seen, *_, info = env.step(learner.act(seen))
+            obs, *_, info = env.step(learner.act(obs))
             if info["success"]:
                 arrivals += 1
                 break
@@ -195,7 +200,7 @@ def success_rate(learner: Learner, tests: int, seed: int, steps: int = 50) -> fl
 
 
 def train(agent: str, seed: int, budget: Budget) -> float:
-    """Collects data, learns from it, and returns the share of tests that succeed."""
+    """Collects data and trains on them; returns the share of tests that succeed."""
     torch.manual_seed(seed)
     storage = make_storage(roll_around(budget.episodes, seed * 1_000_000), agent, seed)
     learner = Learner()
@@ -207,7 +212,7 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add, budget = parser.add_argument, Budget()
-    add("--agent", default="mixture", choices=AGENTS, help="where its goals come from")
+    add("--agent", default="mixture", choices=AGENTS, help="the strategies of its goals")
     add("--seed", default=0, type=integer_from(0))
     add("--episodes", default=budget.episodes, type=integer_from(1), help="of data")
     add("--updates", default=budget.updates, type=integer_from(1))

@@ -1,4 +1,4 @@
-"""Command-line errors of the tutorials, reported in one line that says what to change."""
+"""Command-line options of the tutorials, with errors of one line that say what to change."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ __all__ = ["OneLineParser", "device_here", "integer_from", "need"]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports only what is wrong with an option, without the usage text."""
+    """Reports errors in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         """Exits the program."""

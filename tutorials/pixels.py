@@ -1,12 +1,12 @@
 """Learns from stacks of 84 x 84 pixel frames, each stored once: double DQN with DrQ's random shifts.
 
-    python tutorials/pixels.py                    # each frame is stored once
-    python tutorials/pixels.py --plain            # four times, in whole stacks: gives the same results
+    python tutorials/pixels.py                    # stores each frame once
+    python tutorials/pixels.py --plain            # stores complete stacks: the same results
 
 A ball falls at an angle and bounces off the walls, and a bat must be below it when it lands. A single
-frame does not show where the ball is heading, so the agent sees the newest four, and a transition has
-two such stacks: 56 kB. With `frame_stack=` a transition takes one frame, and batches are bitwise
-identical. Each sampled stack is shifted by up to four pixels, all of its frames alike.
+frame does not show the direction of the ball, so the agent sees the newest four, and a transition has
+two such stacks: 56 kB. With `frame_stack=` one frame is stored per transition, and batches are bitwise
+identical. Each sampled stack is shifted by up to four pixels, all of its frames by the same offset.
 
 Reference: Kostrikov et al. 2020, Image Augmentation Is All You Need, arXiv:2004.13649; Yarats et al.
 2021, Mastering Visual Continuous Control, arXiv:2107.09645.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from trl_storages import NStepReplayStorage
 
-# How stacks are stored. Results are reported for the first; the second gives the same ones.
+# Options by which stacks are stored. Results are reported for the first; the second gives the same.
 STORED: dict[str, Any] = {"frames": {"frame_stack": 4}, "plain": {}}
 AGENTS, AT_LEAST = ("frames",), {"frames": 0.60}  # chance catches 0.3
 AT_MOST: dict[str, float] = {}
@@ -38,7 +38,7 @@ SIDE, CELLS, SHIFT, N_STEP, DISCOUNT, BATCH_SIZE = 84, 12, 4, 3, 0.95, 32
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of steps: in all, random ones before the first update, and from update to update."""
+    """The numbers of steps: in total, before the first update, and per update."""
 
     steps: int = 5_000
     before: int = 300
@@ -76,7 +76,7 @@ class Catch(gymnasium.Env):
 
 
 def make_storage(agent: str, seed: int, size: int) -> NStepReplayStorage:
-    """Creates a replay buffer of stacks, or of frames from which stacks are rebuilt."""
+    """Creates a buffer of stacks, or of single frames from which stacks are rebuilt."""
     env = FrameStackObservation(Catch(), 4)
     options = {"batch_size": BATCH_SIZE, "n_step": N_STEP, "discount": DISCOUNT, **STORED[agent]}
     return NStepReplayStorage.from_env(env, storage_size=size, seed=seed, **options)
@@ -94,27 +94,27 @@ class Learner:
     """Double Q-learning on frame stacks."""
 
     def __init__(self) -> None:
-        sees = [nn.Conv2d(4, 16, 7, stride=7), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
-        judges = [nn.Flatten(), nn.Linear(16 * 10 * 10, 64), nn.ReLU(), nn.Linear(64, 3)]
-        self.network = nn.Sequential(*sees, *judges)
+        encoder = [nn.Conv2d(4, 16, 7, stride=7), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()]
+        head = [nn.Flatten(), nn.Linear(16 * 10 * 10, 64), nn.ReLU(), nn.Linear(64, 3)]
+        self.network = nn.Sequential(*encoder, *head)
         self.target_network = deepcopy(self.network).requires_grad_(False)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3)
 
     def update(self, batch: TensorDictBase) -> None:
-        """Learns from a batch of n-step returns."""
-        seen, after = shifted(batch["observation"]), shifted(batch["next", "observation"])
-        values = self.network(seen).gather(1, batch["action"].view(-1, 1))
+        """Takes a gradient step on a batch of n-step transitions."""
+        obs, next_obs = shifted(batch["observation"]), shifted(batch["next", "observation"])
+        values = self.network(obs).gather(1, batch["action"].view(-1, 1))
         with torch.no_grad():
-            best = self.network(after).argmax(1, keepdim=True)
-            to_come = self.target_network(after).gather(1, best) * ~batch["next", "terminated"]
-            target = batch["next", "reward"] + DISCOUNT ** batch["steps_to_next_obs"] * to_come
+            best = self.network(next_obs).argmax(1, keepdim=True)
+            value = self.target_network(next_obs).gather(1, best) * ~batch["next", "terminated"]
+            target = batch["next", "reward"] + DISCOUNT ** batch["steps_to_next_obs"] * value
         self.optimizer.zero_grad()
         nn.functional.smooth_l1_loss(values, target).backward()
         self.optimizer.step()
         with torch.no_grad():
-            new = self.network.parameters()
-            for old, now in zip(self.target_network.parameters(), new, strict=True):
-                old.lerp_(now, 0.02)
+            pairs = zip(self.target_network.parameters(), self.network.parameters(), strict=True)
+            for target_parameter, parameter in pairs:
+                target_parameter.lerp_(parameter, 0.02)
 
     @torch.no_grad()
     def act(self, stack: np.ndarray) -> int:
@@ -123,7 +123,7 @@ class Learner:
 
 
 def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = None) -> float:
-    """Trains; returns the final share of balls caught, and adds that of each tenth to `curve`."""
+    """Returns the share of balls caught after training; appends the share in each tenth to `curve`."""
     torch.manual_seed(seed)
     learner, rng = Learner(), np.random.default_rng(seed)
     env, caught = FrameStackObservation(Catch(), 4), []
@@ -132,9 +132,9 @@ def train(agent: str, seed: int, budget: Budget, curve: list[float] | None = Non
     for step in range(1, budget.steps + 1):
         explores = rng.random() < max(0.05, 1 - 2 * step / budget.steps)
         action = int(rng.integers(3)) if explores else learner.act(stack)
-        after, reward, terminated, truncated, info = env.step(action)
-        storage.record(stack, action, reward, terminated, truncated, info, after)
-        stack = after
+        next_stack, reward, terminated, truncated, info = env.step(action)
+        storage.record(stack, action, reward, terminated, truncated, info, next_stack)
+        stack = next_stack
         if terminated:
             caught.append(float(reward))
             stack, _ = env.reset()
@@ -159,7 +159,7 @@ def share_caught(learner: Learner, seed: int, episodes: int = 100) -> float:
 
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="store stacks as they are")
+    parser.add_argument("--plain", action="store_true", help="store complete stacks")
     parser.add_argument("--steps", type=integer_from(10), default=Budget.steps)
     parser.add_argument("--seed", type=integer_from(0), default=0)
     args = parser.parse_args(argv)

@@ -1,14 +1,14 @@
-"""Learns from images as DrQ-v2 does: one process acts and learns, others sample its batches from disk.
+"""Learns from images as DrQ-v2 does: one process acts and trains, others sample its batches from disk.
 
     python tutorials/pixels_on_disk.py                             # catches a ball, from 8 x 8 pixels
     python tutorials/pixels_on_disk.py --path replay --keep        # and keeps the transitions
     python tutorials/pixels_on_disk.py --path replay --keep        # again: resumes with them
 
-Images outgrow memory, and the learner has to wait while n-step returns are computed and batches are
-gathered. So the replay buffer is on disk, in `--path`, and each frame of a stack is stored once.
-`buffer.record` writes transitions, and each worker of `buffer.loader` samples complete transitions in
-its own process, each batch from all that are stored. If the program is killed, `--path` resumes
-where it stopped; without `--keep` the files are deleted at the end.
+A replay buffer of images outgrows the memory, and gathering batches takes time from the learner. So the
+transitions are on disk, in `--path`, and each frame of the stacks is stored once. `buffer.record` writes
+steps there. Each worker of `buffer.loader` samples from the directory in its own process; it always sees
+complete transitions, and new ones at each batch. If the program is killed, `--path` resumes with the
+stored transitions. Without `--keep` the files are deleted at the end.
 
 Reference: Yarats et al. 2022, Mastering Visual Continuous Control: Improved Data-Augmented
 Reinforcement Learning, arXiv:2107.09645, here with DQN and the actions left, stay and right.
@@ -88,7 +88,7 @@ def shifted(stacks: Tensor) -> Tensor:
 
 
 class Learner:
-    """DQN on the batches it is given."""
+    """DQN on frame stacks."""
 
     def __init__(self) -> None:
         self.network = make_network()
@@ -96,16 +96,16 @@ class Learner:
         self.loss = DQNLoss(actor, action_space="categorical", delay_value=True)
         self.loss.make_value_estimator(gamma=0.99)
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-3)
-        self.target = SoftUpdate(self.loss, tau=0.05)
+        self.target_updater = SoftUpdate(self.loss, tau=0.05)
 
     def update(self, batch: TensorDictBase) -> None:
-        """Learns from a batch."""
+        """Takes a gradient step on a batch."""
         for key in ("observation", ("next", "observation")):
             batch[key] = shifted(batch[key])
         self.optimizer.zero_grad()
         self.loss(batch)["loss"].backward()
         self.optimizer.step()
-        self.target.step()
+        self.target_updater.step()
 
     @torch.no_grad()
     def act(self, observation: np.ndarray) -> int:
@@ -115,7 +115,7 @@ class Learner:
 
 
 def train(arguments: argparse.Namespace, path: Path) -> float:
-    """Acts, learns, and returns the final share of balls caught."""
+    """Acts and trains; returns the share of balls caught after training."""
     torch.manual_seed(arguments.seed)
     env, learner = FrameStackObservation(Catch(), FRAMES), Learner()
     rng = np.random.default_rng(arguments.seed)
@@ -127,7 +127,7 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
         frame_stack=FRAMES,
         path=path,
     )
-    print(f"{len(buffer)} steps were stored already")
+    print(f"{len(buffer)} steps were stored before")
     batches = iter(
         buffer.loader(
             arguments.workers,
@@ -140,9 +140,9 @@ def train(arguments: argparse.Namespace, path: Path) -> float:
     for step in range(arguments.steps):
         explore = rng.random() < max(0.1, 1 - 2 * step / arguments.steps)
         action = int(rng.integers(3)) if explore else learner.act(observation)
-        after, reward, terminated, truncated, info = env.step(action)
-        buffer.record(observation, action, reward, terminated, truncated, info, after)
-        observation = env.reset()[0] if terminated else after
+        next_observation, reward, terminated, truncated, info = env.step(action)
+        buffer.record(observation, action, reward, terminated, truncated, info, next_observation)
+        observation = env.reset()[0] if terminated else next_observation
         if len(buffer) >= 500 and step % 2 == 0:
             learner.update(next(batches))
     rate = evaluate(learner, env)
@@ -165,7 +165,7 @@ def evaluate(learner: Learner, env: gymnasium.Env, episodes: int = 100) -> float
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--path", type=Path, help="directory of the replay buffer; a temporary one otherwise"
+        "--path", type=Path, help="directory of the transitions; a temporary one otherwise"
     )
     parser.add_argument("--keep", action="store_true", help="keep the transitions at the end")
     parser.add_argument("--workers", type=integer_from(0), default=2, help="processes that sample")

@@ -24,7 +24,7 @@ LAYERS = partial(MLP, num_cells=[128, 128, 128], activation_class=nn.ReLU)
 
 
 class Normalizer(nn.Module):
-    """Standardises inputs `[B, D]` by the mean and deviation of all it has seen, clipped to [-5, 5]."""
+    """Standardises inputs `[B, D]` by the mean and deviation of earlier inputs, clipped to [-5, 5]."""
 
     moments: Tensor
     count: Tensor
@@ -87,7 +87,7 @@ class Agent(nn.Module):
         estimator.value_estimate = bounded(estimator.value_estimate)
         self.normalizer = Normalizer(num_inputs)
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=LEARNING_RATE, fused=True)
-        self.targets = SoftUpdate(self.loss, tau=TARGET_RATE)
+        self.target_updater = SoftUpdate(self.loss, tau=TARGET_RATE)
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Any]) -> Tensor:
@@ -102,4 +102,4 @@ class Agent(nn.Module):
             self.optimizer.zero_grad()
             loss(batch)[0].backward()
             self.optimizer.step()
-        self.targets.step()
+        self.target_updater.step()

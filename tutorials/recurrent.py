@@ -4,16 +4,16 @@
     python tutorials/recurrent.py --agent none                 # the same without one
 
 A corridor shows a sign at its entrance, left or right. Some steps later, at a junction, the sign must be
-followed; then the next corridor begins. An agent without memory decides alike at each junction, and is
-right at half of them. An agent with memory can be right at all of them.
+followed; then the next corridor begins. An agent without memory takes the same decision at each junction
+and is right at half of them. An agent with memory can be right at all of them.
 
-Replay provides:
+The replay buffer supports this as follows:
 
-- Each transition stores the state of the network before the step as an extra field (`extra_fields`).
-- Each sampled transition is expanded into a sequence (`EpisodeSequence`). The first stored state comes
-  from an older network, so the current network first runs over the burn-in, without learning from it.
-- n-step returns are computed within the sequence; `EpisodeSequence.targets` adds the value of the
-  transition after them, which is in the sequence too.
+- Each transition stores the state of the network before the step (`extra_fields`).
+- A sampled transition is expanded into a sequence (`EpisodeSequence`). The state stored with its first
+  transition comes from an older network, so the current one first runs over the burn-in without a loss.
+- n-step returns are computed within the sequence. `EpisodeSequence.targets` adds the value after n steps,
+  which the network computes on the same sequence.
 - Sequences are sampled by their TD errors, with most weight on the largest (`sequence_priority`).
 
 Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
@@ -59,13 +59,13 @@ HIDDEN, NUM_ENVS, BATCH_SIZE = 32, 16, 32
 N_STEP, DISCOUNT = 3, 0.97
 # Without memory the choice is the same at each junction, right for exactly half of all signs.
 AT_LEAST, AT_MOST = {"memory": 0.95}, {"none": 0.50}
-# Longer than a round, and shorter than an episode: what came before is in the stored state.
+# Longer than a round, and shorter than an episode: the stored state remembers the steps before.
 UNIT = EpisodeSequence(length=STEPS + 2, burn_in=4, bootstrap=N_STEP)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of rounds of all environments, and of updates after each."""
+    """The numbers of collected batches, and of updates after each."""
 
     batches: int = 240
     updates: int = 4
@@ -86,26 +86,26 @@ class Corridors(gymnasium.Env):
         signs = self._given
         self._signs = self.np_random.integers(2, size=ROUNDS) if signs is None else signs
         self._step = 0
-        return self._seen(), {}
+        return self._observation(), {}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Walks on; the action counts at a junction."""
+        """Walks one step; the action matters only at a junction."""
         number, at = divmod(self._step, STEPS)
         followed = at == STEPS - 1 and action == self._signs[number]
         self._step += 1
-        return self._seen(), float(followed), self._step == ROUNDS * STEPS, False, {}
+        return self._observation(), float(followed), self._step == ROUNDS * STEPS, False, {}
 
-    def _seen(self) -> np.ndarray:
+    def _observation(self) -> np.ndarray:
         number, at = divmod(self._step, STEPS)
-        seen = np.zeros(3, np.float32)
+        observation = np.zeros(3, np.float32)
         if at == 0 and number < ROUNDS:
-            seen[self._signs[number]] = 1
-        seen[2] = at == STEPS - 1
-        return seen
+            observation[self._signs[number]] = 1
+        observation[2] = at == STEPS - 1
+        return observation
 
 
 def make_env(makers: Sequence[Any], seed: int = 0) -> EnvBase:
-    """Makes environments that step together, and that hand the network's state on."""
+    """Creates environments that step together and keep the state of the network."""
     env = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.DISABLED)
     state = TensorDictPrimer(state=Unbounded((1, HIDDEN)), expand_specs=True)
     env = GymWrapper(env, categorical_action_encoding=True)
@@ -115,14 +115,14 @@ def make_env(makers: Sequence[Any], seed: int = 0) -> EnvBase:
 
 
 class NoMemory(nn.Module):
-    """Replaces the memory, and remembers nothing."""
+    """Takes the place of the memory, without a memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(3, HIDDEN), nn.Tanh())
 
     def forward(self, observation: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns features, and a state that says nothing."""
+        """Returns features, and a state of zeros."""
         return self.layer(observation), torch.zeros_like(state)
 
 
@@ -151,40 +151,40 @@ class Learner:
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=2e-3)
 
     def update(self, batch: TensorDictBase) -> Tensor:
-        """Learns from a batch `[B * S]`, and returns `[B]` priorities of its sequences."""
+        """Takes a gradient step on a batch `[B * S]`; returns the priorities `[B]` of its sequences."""
         rows = batch.reshape(-1, UNIT.num_steps)
         values = values_of(self.network, rows)
         with torch.no_grad():
             target_values = values_of(self.target_network, rows)
-            to_come = target_values.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
-        target, mask = UNIT.targets(batch, to_come, discount=DISCOUNT)
-        learnt = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
-        chosen = values[:, : UNIT.length].gather(-1, learnt["action"].unsqueeze(-1)).squeeze(-1)
+            next_values = target_values.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
+        target, mask = UNIT.targets(batch, next_values, discount=DISCOUNT)
+        trained = rows[:, UNIT.burn_in : UNIT.burn_in + UNIT.length]
+        chosen = values[:, : UNIT.length].gather(-1, trained["action"].unsqueeze(-1)).squeeze(-1)
         error = target - chosen
-        weight = learnt["priority_weight"] * mask
+        weight = trained["priority_weight"] * mask
         loss = (weight * error**2).sum() / mask.sum()
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), 10.0)
         self.optimizer.step()
         with torch.no_grad():
-            both = zip(self.target_network.parameters(), self.network.parameters(), strict=True)
-            for old, new in both:
-                old.lerp_(new, 0.02)
+            pairs = zip(self.target_network.parameters(), self.network.parameters(), strict=True)
+            for target_parameter, parameter in pairs:
+                target_parameter.lerp_(parameter, 0.02)
         return sequence_priority(error.detach(), mask=mask)
 
 
 def values_of(network: TensorDictSequential, rows: TensorDictBase) -> Tensor:
-    """Returns the values of the actions in the rows behind the burn-in, `[B, length + bootstrap, 2]`."""
+    """Returns the values of the actions after the burn-in, `[B, length + bootstrap, 2]`."""
     with set_recurrent_mode(True):
-        seen = rows.select("observation", "state", "is_init")
-        burn_in, seen = seen[:, : UNIT.burn_in], seen[:, UNIT.burn_in :].clone()
+        inputs = rows.select("observation", "state", "is_init")
+        burn_in, inputs = inputs[:, : UNIT.burn_in], inputs[:, UNIT.burn_in :].clone()
         with torch.no_grad():
             state = network(burn_in.clone())["next", "state"][:, -1]
         # An episode that begins right after the burn-in uses its stored state.
-        begins = seen["is_init"][:, 0].unsqueeze(-1)
-        seen["state"][:, 0] = torch.where(begins, seen["state"][:, 0], state)
-        return network(seen)["action_value"]
+        is_first = inputs["is_init"][:, 0].unsqueeze(-1)
+        inputs["state"][:, 0] = torch.where(is_first, inputs["state"][:, 0], state)
+        return network(inputs)["action_value"]
 
 
 def success_rate(network: TensorDictSequential) -> float:
@@ -197,7 +197,7 @@ def success_rate(network: TensorDictSequential) -> float:
 
 
 def train(agent: str, seed: int, budget: Budget) -> float:
-    """Acts and learns in turn, and returns the share of signs that are followed in the end."""
+    """Acts and trains in turn; returns the share of signs that are followed after training."""
     torch.manual_seed(seed)
     env, learner = make_env([Corridors] * NUM_ENVS, seed), Learner(AGENTS[agent])
     batch_steps = NUM_ENVS * STEPS
@@ -234,7 +234,7 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add, budget = parser.add_argument, Budget()
-    add("--agent", default="memory", choices=AGENTS, help="what it remembers with")
+    add("--agent", default="memory", choices=AGENTS, help="with a memory or without")
     add("--seed", default=0, type=integer_from(0))
     add("--batches", default=budget.batches, type=integer_from(1), help="of steps")
     arguments = parser.parse_args(argv)

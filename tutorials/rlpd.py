@@ -5,12 +5,12 @@
 
 A car in a valley must swing itself up to a flag, the only source of reward. A random policy hardly ever
 gets there, and without a reward an agent learns nothing. The data are 100 episodes of a driver that
-sometimes pushes in the direction of motion and otherwise at random: most reach the flag, though late.
-The agent has half as much time per episode.
+sometimes pushes in the direction of motion and otherwise at random. Most of them reach the flag, but the
+driver has twice as much time per episode as the agent.
 
-The offline data are in one replay buffer, the agent's own steps in another, and an ensemble samples each
-batch from both, in exact ratios. The agents differ only in these ratios. Layer norms in the critics keep
-learning from both stable.
+The offline data are in one replay buffer and the steps of the agent in another. An ensemble samples each
+batch from both, in exact shares. The two agents differ only in these shares. Layer norms in the critics
+keep training on both stable.
 
 Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offline Data (RLPD),
 arXiv:2302.02948.
@@ -48,14 +48,14 @@ from trl_storages.datasets import from_arrays
 AGENTS = {"rlpd": (0.5, 0.5), "online": (0.0, 1.0)}
 # Success rates required with the full budget; set before the runs.
 AT_LEAST, AT_MOST = {"rlpd": 0.90}, {"online": 0.10}
-REPEAT, TIME = 4, 50  # steps that an action is held for, and actions of an episode
+REPEAT, TIME = 4, 50  # steps per action, and actions per episode
 BATCH_SIZE, RANDOM_STEPS = 128, 500
 N_STEP, DISCOUNT = 3, 0.98
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many episodes of data, steps online, and tests."""
+    """The numbers of data episodes, online steps and tests."""
 
     episodes: int = 100
     steps: int = 2_000
@@ -101,9 +101,9 @@ def demonstrate(episodes: int, seed: int) -> list[dict[str, Any]]:
             swing = np.sign(observation[1:])
             push = swing if rng.random() < 0.2 else rng.uniform(-1, 1, 1)
             actions.append(push.astype(np.float32))
-            observation, _, arrived, late, _ = env.step(actions[-1])
+            observation, _, arrived, truncated, _ = env.step(actions[-1])
             observations.append(observation)
-            is_over = arrived or late
+            is_over = arrived or truncated
         ends = np.arange(1, len(actions) + 1) == len(actions)
         paths.append(
             {
@@ -134,20 +134,20 @@ class Learner:
         critic = ValueOperator(MLP(3, 1, **layers, **norms), in_keys=["observation", "action"])
         self.loss = SACLoss(self.actor, critic, action_spec=spec, alpha_init=0.01)
         self.loss.make_value_estimator(gamma=DISCOUNT)
-        self.target = SoftUpdate(self.loss, tau=0.01)
+        self.target_updater = SoftUpdate(self.loss, tau=0.01)
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-3)
 
     def update(self, batch: TensorDictBase) -> None:
-        """Learns from a batch."""
+        """Takes a gradient step on a batch."""
         losses = self.loss(batch)
         (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.target.step()
+        self.target_updater.step()
 
     @torch.no_grad()
     def act(self, observation: np.ndarray, *, explore: bool) -> np.ndarray:
-        """Returns an action, drawn or the most likely one."""
+        """Returns an action: a sampled one, or the most likely one."""
         kind = ExplorationType.RANDOM if explore else ExplorationType.DETERMINISTIC
         with exploration(kind):
             acted = self.actor(TensorDict(observation=torch.from_numpy(observation)))
@@ -157,7 +157,7 @@ class Learner:
 def make_storages(
     paths: list[dict[str, Any]], budget: Budget, seed: int
 ) -> tuple[ReplayStorage, ReplayStorage]:
-    """Creates a replay buffer of the data, and an empty one for the steps online."""
+    """Creates a buffer of the data, and an empty one for the online steps."""
     env = Valley()
     options: dict[str, Any] = {"n_step": N_STEP, "discount": DISCOUNT, "seed": seed}
     offline = from_arrays(paths, preset=NStepReplayStorage, **options)
@@ -166,12 +166,12 @@ def make_storages(
 
 
 def ensemble(storages: tuple[ReplayStorage, ReplayStorage], agent: str) -> ReplayStorageEnsemble:
-    """Draws batches from both."""
+    """Returns an ensemble that samples batches from both."""
     return ReplayStorageEnsemble(*storages, shares=AGENTS[agent], batch_size=BATCH_SIZE)
 
 
 def train(agent: str, seed: int, budget: Budget) -> float:
-    """Learns online, and returns the share of tests that reach the flag in the end."""
+    """Trains online; returns the share of tests that reach the flag after training."""
     torch.manual_seed(seed)
     env, learner = Valley(), Learner()
     storages = make_storages(demonstrate(budget.episodes, seed * 1_000_000), budget, seed)
@@ -181,9 +181,9 @@ def train(agent: str, seed: int, budget: Budget) -> float:
     for step in range(budget.steps):
         is_random = step < RANDOM_STEPS
         action = env.action_space.sample() if is_random else learner.act(observation, explore=True)
-        after, reward, terminated, truncated, info = env.step(action)
-        online.record(observation, action, reward, terminated, truncated, info, after)
-        observation = env.reset()[0] if terminated or truncated else after
+        next_observation, reward, terminated, truncated, info = env.step(action)
+        online.record(observation, action, reward, terminated, truncated, info, next_observation)
+        observation = env.reset()[0] if terminated or truncated else next_observation
         if not is_random:
             learner.update(batches.sample())
     return success_rate(learner, budget.tests)
@@ -197,8 +197,8 @@ def success_rate(learner: Learner, tests: int) -> float:
         is_over = False
         while not is_over:
             action = learner.act(observation, explore=False)
-            observation, _, arrived, late, _ = env.step(action)
-            is_over = arrived or late
+            observation, _, arrived, truncated, _ = env.step(action)
+            is_over = arrived or truncated
         arrivals += arrived
     return arrivals / tests
 
@@ -206,7 +206,7 @@ def success_rate(learner: Learner, tests: int) -> float:
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add, budget = parser.add_argument, Budget()
-    add("--agent", default="rlpd", choices=AGENTS, help="what it learns from")
+    add("--agent", default="rlpd", choices=AGENTS, help="the shares of its batches")
     add("--seed", default=0, type=integer_from(0))
     add("--steps", default=budget.steps, type=integer_from(1), help="online")
     arguments = parser.parse_args(argv)

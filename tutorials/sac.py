@@ -4,8 +4,8 @@
     python tutorials/sac.py --env MountainCarContinuous-v0 --steps 50000
     python tutorials/sac.py --seed 1 --results tutorials/agent_curves.jsonl
 
-The replay buffer is created from the environments' spaces and filled by `record`; `sample` returns a
-TensorDict. `--results` appends a line of JSON to a file.
+The replay buffer is created from the spaces of the environments, and `record` writes each step. `sample`
+returns a TensorDict. `--results` appends a line of JSON to a file.
 
 Reference: Haarnoja et al. 2018, arXiv:1812.05905.
 """
@@ -41,7 +41,7 @@ layers = partial(MLP, num_cells=[128, 128], activation_class=nn.ReLU)
 
 
 class Actor(nn.Module):
-    """Draws actions `[B, A]` within the bounds of the space, and says how likely they were."""
+    """Samples actions `[B, A]` within the bounds of the space."""
 
     scale: torch.Tensor
     center: torch.Tensor
@@ -54,12 +54,12 @@ class Actor(nn.Module):
         self.register_buffer("center", (high + low) / 2)
 
     def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns actions and `[B, 1]` logarithms of their densities."""
+        """Returns actions `[B, A]` and the logarithms of their densities, `[B, 1]`."""
         mean, log_std = self.layers(observations).chunk(2, dim=-1)
         normal = torch.distributions.Normal(mean, log_std.clamp(-5, 2).exp())
-        drawn = normal.rsample()
-        squashed = drawn.tanh()
-        log_density = normal.log_prob(drawn) - ((1 - squashed**2) * self.scale + 1e-6).log()
+        raw = normal.rsample()
+        squashed = raw.tanh()
+        log_density = normal.log_prob(raw) - ((1 - squashed**2) * self.scale + 1e-6).log()
         return squashed * self.scale + self.center, log_density.sum(-1, keepdim=True)
 
 
@@ -82,31 +82,31 @@ class Agent:
     def __init__(self, observation_size: int, actions: gymnasium.spaces.Box) -> None:
         num_inputs = observation_size + actions.shape[0]
         self.actor = Actor(observation_size, actions)
-        self.critics, self.targets = Critics(num_inputs), Critics(num_inputs)
-        self.targets.load_state_dict(self.critics.state_dict())
-        self.log_alpha, self.least_entropy = nn.Parameter(torch.zeros(())), -actions.shape[0]
-        parts = self.actor.parameters(), self.critics.parameters(), [self.log_alpha]
-        self.optimizers = [torch.optim.Adam(part, lr=LEARNING_RATE) for part in parts]
+        self.critics, self.target_critics = Critics(num_inputs), Critics(num_inputs)
+        self.target_critics.load_state_dict(self.critics.state_dict())
+        self.log_alpha, self.target_entropy = nn.Parameter(torch.zeros(())), -actions.shape[0]
+        groups = self.actor.parameters(), self.critics.parameters(), [self.log_alpha]
+        self.optimizers = [torch.optim.Adam(group, lr=LEARNING_RATE) for group in groups]
 
     def update(self, batch: TensorDictBase) -> None:
         """Takes one step of each network on a batch."""
-        observations, alpha = batch["observation"], self.log_alpha.exp().detach()
+        obs, alpha = batch["observation"], self.log_alpha.exp().detach()
         with torch.no_grad():
-            after = batch["next", "observation"]
-            actions, log_density = self.actor(after)
-            value = self.targets(after, actions).amin(0) - alpha * log_density
+            next_obs = batch["next", "observation"]
+            actions, log_density = self.actor(next_obs)
+            value = self.target_critics(next_obs, actions).amin(0) - alpha * log_density
             # Bootstrap at truncated ends, not at terminal ones.
-            goes_on = ~batch["next", "terminated"]
-            wanted = batch["next", "reward"] + DISCOUNT * value * goes_on
-        critic_loss = ((self.critics(observations, batch["action"]) - wanted) ** 2).mean(1).sum()
+            continues = ~batch["next", "terminated"]
+            target = batch["next", "reward"] + DISCOUNT * value * continues
+        critic_loss = ((self.critics(obs, batch["action"]) - target) ** 2).mean(1).sum()
         self.step(1, critic_loss)
-        actions, log_density = self.actor(observations)
-        self.step(0, (alpha * log_density - self.critics(observations, actions).amin(0)).mean())
-        self.step(2, -(self.log_alpha * (log_density.detach() + self.least_entropy)).mean())
+        actions, log_density = self.actor(obs)
+        self.step(0, (alpha * log_density - self.critics(obs, actions).amin(0)).mean())
+        self.step(2, -(self.log_alpha * (log_density.detach() + self.target_entropy)).mean())
         with torch.no_grad():
-            pairs = zip(self.targets.parameters(), self.critics.parameters(), strict=True)
-            for target, parameter in pairs:
-                target.lerp_(parameter, TARGET_RATE)
+            pairs = zip(self.target_critics.parameters(), self.critics.parameters(), strict=True)
+            for target_parameter, parameter in pairs:
+                target_parameter.lerp_(parameter, TARGET_RATE)
 
     def step(self, number: int, loss: torch.Tensor) -> None:
         """Takes a step of one optimizer."""
@@ -126,24 +126,24 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     spaces: tuple[Any, Any] = envs.single_observation_space, envs.single_action_space
     envs.action_space.seed(seed)
     agent = Agent(spaces[0].shape[0], spaces[1])
-    storage = UniformReplayStorage.from_env(
+    buffer = UniformReplayStorage.from_env(
         envs,
         storage_size=-(-steps // NUM_ENVS) * NUM_ENVS,
         batch_size=BATCH_SIZE,
         seed=seed,
     )
     curve: list[tuple[int, float]] = []
-    observations, _ = envs.reset(seed=seed)
+    obs, _ = envs.reset(seed=seed)
     for step in range(NUM_ENVS, steps + 1, NUM_ENVS):
         actions = envs.action_space.sample()
         if step > FIRST_UPDATE:
             with torch.no_grad():
-                actions = agent.actor(torch.from_numpy(observations))[0].numpy()
-        after, rewards, terminations, truncations, infos = envs.step(actions)
-        storage.record(observations, actions, rewards, terminations, truncations, infos, after)
-        observations = after
+                actions = agent.actor(torch.from_numpy(obs))[0].numpy()
+        next_obs, rewards, terminations, truncations, infos = envs.step(actions)
+        buffer.record(obs, actions, rewards, terminations, truncations, infos, next_obs)
+        obs = next_obs
         for _ in range(NUM_ENVS // STEPS_PER_UPDATE if step > FIRST_UPDATE else 0):
-            agent.update(storage.sample())
+            agent.update(buffer.sample())
         if step * CURVE_POINTS >= steps * (len(curve) + 1) and envs.return_queue:
             curve.append((step, round(float(np.mean(envs.return_queue)), 1)))
             print(f"{step:>8,} steps: return {curve[-1][1]:.1f}", flush=True)
@@ -158,9 +158,9 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
     parser.add_argument("--env", default="Pendulum-v1", help="(%(default)s)")
     parser.add_argument("--steps", default=8_000, type=integer_from(NUM_ENVS), help="(%(default)s)")
     parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
-    parser.add_argument("--results", type=Path, help="file that gets one more line")
+    parser.add_argument("--results", type=Path, help="file to which a line is appended")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # Networks as small as these gain nothing from more.
+    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
     curve = train(args.env, args.steps, args.seed)
     if args.results is not None:
         run = {"agent": "SAC", "env": args.env, "seed": args.seed, "steps": args.steps}

@@ -1,15 +1,15 @@
 """Trains with TorchRL's `Trainer`, with HER in its replay hook, and the same in a plain script.
 
-    python tutorials/torchrl_trainer.py                            # by a Trainer: half a minute
-    python tutorials/torchrl_trainer.py --agent script             # by a loop of one's own
+    python tutorials/torchrl_trainer.py                            # with a Trainer: half a minute
+    python tutorials/torchrl_trainer.py --agent script             # with a plain loop
 
-A replay buffer of this package is a `TensorDictReplayBuffer` and works wherever one does. Steps of
-several environments can be written in two ways, and both keep the episodes apart:
+A `HERReplayStorage` is a `TensorDictReplayBuffer` and works in its place. Steps of several environments
+can be written in two ways, and both keep the episodes apart:
 
 - As the collector delivers them, `[num_envs, T]`. `ReplayBufferTrainer`, the hook of the `Trainer`, does
   this unless `flatten_tensordicts=True`.
-- Flat, by `storage.extend(data.reshape(-1))`, as many scripts do. The collector's trajectory ids show
-  which environment a transition is from; pass the number of environments, `num_envs`.
+- Flat, with `storage.extend(data.reshape(-1))`, as in many scripts. The trajectory ids of the collector
+  show which environment a transition is from; pass the number of environments as `num_envs`.
 """
 
 import argparse
@@ -29,23 +29,23 @@ from torchrl.trainers import ReplayBufferTrainer, Trainer
 
 from trl_storages import HERReplayStorage, gym_reward
 
-NUM_ENVS, STEPS, UPDATES = 8, 64, 16  # steps of all environments together, and updates, in turn
+NUM_ENVS, STEPS, UPDATES = 8, 64, 16  # steps of all environments and updates, in turn
 TESTS = 100
-# Success rates that are asked of the whole budget; they were written down before its runs.
+# Success rates required with the full budget; set before the runs.
 AT_LEAST = {"trainer": 0.95, "script": 0.95}
 AT_MOST: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many bits to flip, and steps of all environments to learn it in."""
+    """The number of bits to flip, and of training steps of all environments."""
 
     bits: int = 12
     steps: int = 8_000
 
     @property
     def frames(self) -> int:
-        """The steps, in whole batches of the collector."""
+        """The steps, in complete batches of the collector."""
         return -(-self.steps // STEPS) * STEPS
 
 
@@ -54,7 +54,7 @@ def make_env(bits: int, num_envs: int, seed: int) -> EnvBase:
         "BitFlipping-v0",
         num_envs=num_envs,
         vectorization_mode="sync",
-        # TorchRL does the resets, after it has seen the last observation of an episode.
+        # TorchRL resets the environments, after it has read the last observation of an episode.
         vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED},
         n_bits=bits,
     )
@@ -67,7 +67,7 @@ def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
     return HERReplayStorage.from_env(
         env,
         reward_fn=gym_reward(gymnasium.make("BitFlipping-v0", n_bits=budget.bits)),
-        # With HER, an episode ends where its new goal is reached.
+        # With a goal of HER, an episode ends where that goal was reached.
         terminated_fn=lambda achieved, goal, _: (achieved == goal).all(dim=-1),
         storage_size=budget.frames,
         batch_size=256,
@@ -78,7 +78,7 @@ def make_storage(env: EnvBase, budget: Budget, seed: int) -> HERReplayStorage:
 def by_trainer(
     collector: Collector, storage: HERReplayStorage, agent: Agent, budget: Budget
 ) -> None:
-    """Hooks the replay buffer into a `Trainer`."""
+    """Trains with a `Trainer` whose hook writes and samples."""
     trainer = Trainer(
         collector=collector,
         total_frames=budget.frames,
@@ -88,7 +88,7 @@ def by_trainer(
         optimizer=torch.optim.Adam(agent.loss.parameters(), lr=1e-3),
         progress_bar=False,
     )
-    # Writes what is collected, draws the batches, and hands new priorities back where there are any.
+    # Writes collected steps, samples batches, and updates priorities if the buffer has any.
     ReplayBufferTrainer(storage).register(trainer)
     trainer.register_op("post_optim", SoftUpdate(agent.loss, tau=0.05).step)
     trainer.train()
@@ -97,16 +97,16 @@ def by_trainer(
 def by_script(
     collector: Collector, storage: HERReplayStorage, agent: Agent, budget: Budget
 ) -> None:
-    """Does the same without a `Trainer`."""
+    """Trains with a plain loop."""
     optimizer = torch.optim.Adam(agent.loss.parameters(), lr=1e-3)
-    target = SoftUpdate(agent.loss, tau=0.05)
+    target_updater = SoftUpdate(agent.loss, tau=0.05)
     for data in collector:
         storage.extend(data.reshape(-1))
         for _ in range(UPDATES):
             agent.loss(storage.sample())["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
-            target.step()
+            target_updater.step()
     collector.shutdown()
 
 
@@ -114,16 +114,16 @@ AGENTS: dict[str, Callable] = {"trainer": by_trainer, "script": by_script}
 
 
 def success_rate(agent: Agent, bits: int, seed: int) -> float:
-    """Returns the share of episodes, acted greedily, that reach their goal."""
+    """Returns the share of episodes in which the greedy policy reaches its goal."""
     env = make_env(bits, TESTS, seed)
     with torch.no_grad(), exploration(ExplorationType.DETERMINISTIC):
         played = env.rollout(bits, agent.policy, break_when_any_done=False)
-    # The first episode of each environment is over after as many steps as there are bits.
+    # The first episode of each environment ends after at most as many steps as there are bits.
     return (played["next", "reward"] == 0).any(dim=1).float().mean().item()
 
 
 def train(agent: str, seed: int, budget: Budget) -> float:
-    """Collects and learns, and returns the success rate in the end."""
+    """Collects and trains; returns the success rate after training."""
     torch.manual_seed(seed)
     env = make_env(budget.bits, NUM_ENVS, seed)
     examples = torch.randint(2, (1000, budget.bits * len(INPUTS))).float()
@@ -138,7 +138,7 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 def main(argv: Sequence[str] | None = None) -> float:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add, budget = parser.add_argument, Budget()
-    add("--agent", default="trainer", choices=AGENTS, help="what it is trained by")
+    add("--agent", default="trainer", choices=AGENTS, help="a Trainer or a plain loop")
     add("--seed", default=0, type=integer_from(0))
     add("--bits", default=budget.bits, type=integer_from(1), help="to flip")
     add("--steps", default=budget.steps, type=integer_from(1), help="of all environments")

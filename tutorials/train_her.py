@@ -1,12 +1,13 @@
-"""Trains one agent with hindsight experience replay (HER) and one without, and plots both.
+"""Trains one agent with HER and one without, and draws both learning curves.
 
     python tutorials/train_her.py                                  # flips 15 bits, with DQN
     python tutorials/train_her.py --algo td3 --bits 8              # with continuous actions
     python tutorials/train_her.py --env FetchReach-v4 --algo sac   # a robot arm in MuJoCo
 
-The reward only says whether the goal is reached, and an untrained agent never reaches it. HER relabels
-the agent's own steps as if the state that they reached had been the goal. The two agents differ in one
-argument of their replay buffer, `num_goals`: relabelled transitions per transition left as stored.
+The reward only says whether the goal is reached, and an untrained agent never reaches it. Hindsight
+experience replay (HER) relabels the agent's own steps with goals that the agent did reach. The two agents
+differ in one argument of their replay buffers, `num_goals`: the number of relabelled transitions for each
+transition that keeps its goal.
 
 The networks normalise their inputs by the mean and deviation of random episodes, which are played
 beforehand. In FetchReach positions differ by centimetres around values near 1.
@@ -38,10 +39,10 @@ STRATEGIES = ("future", "final", "episode", "random", "geometric", "current")
 
 @dataclass(frozen=True)
 class Task:
-    """The settings of an algorithm in an environment, and the success rates that it must reach.
+    """The budget of an algorithm in an environment, and the required success rates.
 
-    The bounds were written down before the runs that are reported: `at_least` for the agent with
-    hindsight, `at_most` for the one without. They hold for so many steps, and bits to flip.
+    The bounds were set before the reported runs: `at_least` for the agent with HER, `at_most` for the
+    agent without. They hold for this number of steps and of bits to flip.
     """
 
     steps: int = 50_000
@@ -55,7 +56,7 @@ class Task:
         """Returns the bound of a run in words."""
         limits = {WITH: ("at least", self.at_least), WITHOUT: ("at most", self.at_most)}
         word, limit = limits[name]
-        return "" if limit is None else f" ({word} {limit:.2f} is asked)"
+        return "" if limit is None else f" (threshold: {word} {limit:.2f})"
 
 
 FLIPPING = Task(7_000, steps_per_update=4, bits=8, at_least=0.90, at_most=0.20)
@@ -69,15 +70,15 @@ TASKS = {
 BATCH_SIZE = 256
 RANDOM_BATCHES = 8
 CURVE_POINTS = 20
-# Success is tested in so many environments at once, over so many rounds; more at the end.
+# Environments of a test, and rounds over them; more rounds at the end.
 TEST_ENVS, TEST_ROUNDS, LAST_TEST_ROUNDS = 10, 2, 5
-# The networks scale their inputs by statistics of episodes in the same environments, before training.
+# Rounds of random episodes before training, by which the networks scale their inputs.
 EXAMPLE_ROUNDS = 2
 
 
 @dataclass
 class Curve:
-    """How a run went: its success rate after so many environment steps; the last is the result."""
+    """The success rates of a run after numbers of environment steps; the last one is the result."""
 
     name: str
     steps: list[int] = field(default_factory=list)
@@ -91,7 +92,7 @@ def make_env(args: argparse.Namespace, num_envs: int, seed: int) -> EnvBase:
         args.env,
         num_envs=num_envs,
         vectorization_mode="sync",
-        # TorchRL does the resets, after it has seen the last observation of an episode.
+        # TorchRL resets the environments, after it has read the last observation of an episode.
         vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED},
         **args.env_options,
     )
@@ -101,14 +102,14 @@ def make_env(args: argparse.Namespace, num_envs: int, seed: int) -> EnvBase:
 
 
 def goal_reached(achieved_goal: torch.Tensor, desired_goal: torch.Tensor, _: Any) -> torch.Tensor:
-    """Returns which transitions end an episode of flipping bits; hindsight goals change them."""
+    """Returns which transitions end an episode of flipping bits, for the goals of HER too."""
     return (achieved_goal == desired_goal).all(dim=-1)
 
 
 def make_storage(
     args: argparse.Namespace, name: str, num_goals: int, n_step: int = 1, **further: Any
 ) -> HERReplayStorage:
-    """Creates a replay buffer; `further` are options such as `alpha`."""
+    """Creates a replay buffer, with further options such as `alpha`."""
     env = make_env(args, args.num_envs, args.seed)
     return HERReplayStorage(
         env.observation_spec,
@@ -120,7 +121,7 @@ def make_storage(
         path=args.path and args.path / name,
         seed=args.seed,
         reward_fn=gym_reward(gymnasium.make(args.env, **args.env_options)),
-        # In other environments, reaching the goal ends nothing.
+        # In other environments, reaching the goal does not end an episode.
         terminated_fn=goal_reached if args.env == "BitFlipping-v0" else None,
         strategy=args.strategy,
         num_goals=num_goals,
@@ -139,7 +140,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
     with torch.device(args.device):
         agent = ALGORITHMS[args.algo](examples, env.action_spec_unbatched.to(args.device))
     agent.loss.make_value_estimator(gamma=args.task.discount)
-    target_networks = SoftUpdate(agent.loss, tau=0.05)
+    target_updater = SoftUpdate(agent.loss, tau=0.05)
     optimizer = torch.optim.Adam(agent.loss.parameters(), lr=1e-3)
     collector = Collector(
         env,
@@ -165,7 +166,7 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
                 if num_updates % agent.policy_delay:
                     del losses["loss_actor"]
                 minimise(losses, optimizer)
-                target_networks.step()
+                target_updater.step()
                 num_updates += 1
 
         num_steps = (turn + 1) * args.steps_per_batch
@@ -186,14 +187,14 @@ def train(args: argparse.Namespace, storage: HERReplayStorage, name: str) -> Cur
 
 
 def random_inputs(env: EnvBase, max_steps: int) -> torch.Tensor:
-    """Returns `[n, num_inputs]`: what the networks get to see while an agent acts at random."""
+    """Returns inputs of the networks `[n, num_inputs]` from random episodes."""
     rollouts = [env.rollout(max_steps, break_when_any_done=False) for _ in range(EXAMPLE_ROUNDS)]
     columns = [torch.cat([rollout[key].flatten(0, -2) for rollout in rollouts]) for key in INPUTS]
     return torch.cat(columns, dim=-1)
 
 
 def minimise(losses: TensorDictBase, optimizer: torch.optim.Optimizer) -> None:
-    """Takes one step down the sum of the losses, beside which there are entries to log."""
+    """Takes one step on the sum of the losses; the other entries are for logging."""
     sum(loss for name, loss in losses.items() if name.startswith("loss")).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -201,7 +202,7 @@ def minimise(losses: TensorDictBase, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def success_rate(env: EnvBase, policy: TensorDictModule, max_steps: int, rounds: int) -> float:
-    """Returns the share of episodes, acted greedily, whose last step has reached the goal."""
+    """Returns the share of episodes in which the last step of the policy reaches the goal."""
     outcomes = []
     for _ in range(rounds):
         with exploration(ExplorationType.DETERMINISTIC):
@@ -209,7 +210,7 @@ def success_rate(env: EnvBase, policy: TensorDictModule, max_steps: int, rounds:
                 max_steps, policy, break_when_any_done=False, auto_cast_to_device=True
             )
         done = rollout["next", "done"].squeeze(-1)
-        # Each environment's first episode: of all that end in time, too many would be short ones.
+        # Only the first episode of each environment: short episodes would be counted too often.
         is_first_end = done & (done.cumsum(dim=-1) == 1)
         outcomes.append(rollout["next", "reward"].squeeze(-1)[is_first_end] == 0)
     return torch.cat(outcomes).float().mean().item()
@@ -242,18 +243,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=count, help="environment steps of each run (by environment)")
     add("--strategy", default="future", choices=STRATEGIES, help="(%(default)s)")
     add("--num-goals", default=4, type=integer_from(0), help="goals per step (%(default)s)")
-    add("--no-her", action="store_true", help="only the run without hindsight")
-    add("--num-envs", default=8, type=count, help="environments side by side (%(default)s)")
+    add("--no-her", action="store_true", help="only the run without HER")
+    add("--num-envs", default=8, type=count, help="parallel environments (%(default)s)")
     add("--batch-size", default=BATCH_SIZE, type=count, help="of an update (%(default)s)")
     add("--device", default="cpu", type=device_here, help="for networks and batches (%(default)s)")
     add("--seed", default=0, type=integer_from(0), help="(%(default)s)")
-    add("--path", type=Path, help="directory for the rows (they stay in memory)")
+    add("--path", type=Path, help="directory of the transitions (memory)")
     add("--output", default="outputs/train_her.png", type=Path, help="picture (%(default)s)")
     return complete(parser.parse_args(argv), parser)
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Derives further settings from the options, and rejects combinations that don't fit."""
+    """Derives further settings from the options, and rejects combinations that do not fit."""
     args.task = TASKS.get((args.env, args.algo), Task())
     args.bits = args.bits or args.task.bits
     is_flipping = args.env == "BitFlipping-v0"
@@ -276,7 +277,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
     args.max_steps = gymnasium.spec(args.env).max_episode_steps or args.bits
     if args.bits != args.task.bits or (args.steps or args.task.steps) < args.task.steps:
         args.task = replace(args.task, at_least=None, at_most=None)
-    # TorchRL collects whole batches.
+    # TorchRL collects complete batches.
     args.steps_per_batch = max(64 // args.num_envs, 1) * args.num_envs
     args.steps = -(-(args.steps or args.task.steps) // args.steps_per_batch) * args.steps_per_batch
     return args
@@ -285,13 +286,13 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
 def main(argv: Sequence[str] | None = None) -> list[Curve]:
     args = parse(argv)
     need("tqdm"), need("matplotlib")
-    # Networks as small as these gain nothing from more threads.
+    # Networks this small gain nothing from more threads.
     torch.set_num_threads(1)
     num_goals = {WITHOUT: 0} if args.no_her else {WITH: args.num_goals, WITHOUT: 0}
     for name in num_goals if args.path else ():
-        # The buffer would continue after its stored transitions; a comparison must begin without any.
+        # The buffer would continue with these transitions; a comparison must begin without any.
         if (args.path / name).exists():
-            raise SystemExit(f"train_her.py: --path: {args.path / name} already holds rows")
+            raise SystemExit(f"train_her.py: --path: {args.path / name} already holds transitions")
     storages = {name: make_storage(args, name, num) for name, num in num_goals.items()}
     curves = [train(args, storage, name) for name, storage in storages.items()]
     for curve in curves:

@@ -4,18 +4,16 @@
     python tutorials/what_to_switch_on.py --table                  # only prints the tables
     python tutorials/what_to_switch_on.py --seeds 5 6 7            # other seeds
 
-Each run is one of train_her.py with other options of the replay buffer. A finished run is a line of
-what_to_switch_on.jsonl. The measure is how fast an agent learns: its success rate, averaged over
-tests at equal distances through a budget, at whose end HER alone reaches most goals.
+Each run is a run of train_her.py with other options of the replay buffer. A finished run is a line of
+what_to_switch_on.jsonl. The runs compare how fast an agent learns: its success rate, averaged over
+tests at equal intervals, with a budget after which HER alone reaches most goals.
 
-Sequences replace single transitions: 64 anchors are extended by the three transitions after them, so a
-batch has as many transitions as without, and each sequence has one goal. The agent learns from each
-transition by itself. This compares neighbouring transitions with independent ones.
+With sequences a batch has 64 sequences of four transitions in place of 256 single transitions, so both
+batches have the same size. Each sequence has one goal. The loss treats every transition separately.
 
-The first table has mean and standard deviation over the seeds, the second what a part adds to
-HER alone: the mean of the differences, seed by seed, and how far from it the true one may be
-(half of its 95 % interval by Student's t). Bold are those that are surely not 0 by that measure; of
-twenty that are 0, one is bold by chance.
+The first table has the mean and the standard deviation over the seeds. The second table has the
+difference to HER alone: the mean of the differences, seed by seed, and half of its 95 % interval by
+Student's t. Intervals that exclude 0 are bold; of twenty true zeros one is bold by chance.
 """
 
 import argparse
@@ -36,8 +34,8 @@ from options import OneLineParser, integer_from
 from trl_storages import EpisodeSequence
 
 RESULTS = Path(__file__).with_name("what_to_switch_on.jsonl")
-TESTS = 8  # of a run
-# Student's t for an interval of 95 %, of 2 seeds, 3, ...
+TESTS = 8  # per run
+# Student's t for an interval of 95 %, for 2 seeds, 3, ...
 T = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
 # Budgets and settings were fixed before the first run. All others are those of train_her.py.
 TASKS: dict[str, dict[str, Any]] = {
@@ -45,10 +43,10 @@ TASKS: dict[str, dict[str, Any]] = {
     "FetchReach, DDPG": {"env": "FetchReach-v4", "algo": "ddpg", "steps": 1_500},
     "8 bits, DDPG": {"env": "BitFlipping-v0", "algo": "ddpg", "bits": 8, "steps": 4_000},
 }
-# The options of each component in its own preset.
+# The default options of the preset of each component.
 N_STEP, PRIORITIES, RECENCY = {"n_step": 3}, {"alpha": 0.6}, {"eta": 0.996, "c_min": 1_000}
-# Rows of a sequence, moved as little as keeps them in their episode. Four, since the episodes of 8 bits
-# have not many more once they are learnt. One of fewer is padded by repeating its last row.
+# Transitions of a sequence, shifted so that they lie in one episode. Four, because trained agents solve
+# 8 bits in few more steps. In a shorter episode the last transition is repeated.
 SEQUENCES = {"sequence": 4}
 PARTS: dict[str, dict[str, Any]] = {
     "hindsight alone": {},
@@ -62,7 +60,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 def planned(seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Returns all that decides the runs, seed by seed, so that every cell soon has a first result."""
+    """Returns all settings of the runs, seed by seed, so that every cell has a first result early."""
     return [
         {"task": task, "part": part, "seed": seed, "options": {**run, "seed": seed}, "parts": parts}
         for seed in seeds
@@ -72,14 +70,14 @@ def planned(seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def make(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains an agent; returns how it went."""
+    """Trains an agent; returns the record of the run."""
     args = train_her.parse([f"--{name}={value}" for name, value in run["options"].items()])
     args.curve_points = TESTS
     options = {**run["parts"]}
     if length := options.pop("sequence", None):
         options["sample_unit"] = EpisodeSequence(length, boundary="fit")
         args.batch_size //= length
-    # Time on a processor: it hardly depends on what else the machine does.
+    # CPU time, since it hardly depends on the load of the machine.
     start = time.process_time()
     storage = train_her.make_storage(args, run["part"], args.num_goals, **options)
     curve = train_her.train(args, storage, run["part"])
@@ -95,14 +93,14 @@ def make(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(title: str, parts: Sequence[str], cell: Callable[[str, str], str]) -> str:
-    """Returns what `cell` says of each task and part, as Markdown."""
+    """Returns a Markdown table with the text of `cell` for each task and component."""
     lines = [f"| {title} | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 1) + "|"]
     lines += [f"| {part} | {' | '.join(cell(task, part) for task in TASKS)} |" for part in parts]
     return "\n".join(lines)
 
 
 def tables(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -> str:
-    """Returns the success rates of the finished runs, and how they differ, as Markdown."""
+    """Returns the success rates of the finished runs and their differences, as Markdown."""
     alone, *others = PARTS
 
     def rates(task: str, part: str) -> dict[int, float]:
@@ -111,25 +109,25 @@ def tables(runs: Sequence[dict[str, Any]], finished: Sequence[dict[str, Any]]) -
         return {record["seed"]: record["mean"] for record in records if record}
 
     def rate(task: str, part: str) -> str:
-        found = [*rates(task, part).values()]
-        return shown(found, f"{mean(found):.2f} ± {stdev(found):.2f}" if found[1:] else "")
+        values = [*rates(task, part).values()]
+        return shown(values, f"{mean(values):.2f} ± {stdev(values):.2f}" if values[1:] else "")
 
     def difference(task: str, part: str) -> str:
         base = rates(task, alone)
-        found = [value - base[seed] for seed, value in rates(task, part).items() if seed in base]
-        if not 2 <= len(found) <= len(T) + 1:
-            return shown(found)
-        reach = T[len(found) - 2] * stdev(found) / sqrt(len(found))
+        gains = [value - base[seed] for seed, value in rates(task, part).items() if seed in base]
+        if not 2 <= len(gains) <= len(T) + 1:
+            return shown(gains)
+        half_width = T[len(gains) - 2] * stdev(gains) / sqrt(len(gains))
         # Never -0.00.
-        text = f"{round(mean(found), 2) + 0.0:+.2f} ± {reach:.2f}"
-        return f"**{text}**" if abs(mean(found)) > reach else text
+        text = f"{round(mean(gains), 2) + 0.0:+.2f} ± {half_width:.2f}"
+        return f"**{text}**" if abs(mean(gains)) > half_width else text
 
     of_rates = table("success", [*PARTS], rate)
     return f"{of_rates}\n\n{table('difference', others, difference)}"
 
 
 def shown(values: Sequence[float], several: str = "") -> str:
-    """Returns a cell of so many values."""
+    """Returns `several`, or the values themselves."""
     return several or ", ".join(f"{value:.2f}" for value in values) or "-"
 
 
@@ -148,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = args.results.read_text().splitlines() if args.results.exists() else []
     runs, finished = planned(args.seeds), [json.loads(line) for line in lines]
     for record in make_missing([] if args.table else runs, finished, make, args.results):
-        told = f"{record['task']}, {record['part']}: {record['mean']:.2f}"
-        print(told, file=sys.stderr, flush=True)
+        result = f"{record['task']}, {record['part']}: {record['mean']:.2f}"
+        print(result, file=sys.stderr, flush=True)
     print(tables(runs, finished))
 
 

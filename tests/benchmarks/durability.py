@@ -231,7 +231,7 @@ class LMDB(_OfBytes):
 class SyncedLMDB(LMDB):
     """As LMDB is by default: each write waits for the disk."""
 
-    name, syncs = "LMDB as it is", "sync=True"
+    name, syncs = "LMDB, defaults", "sync=True"
     _options = {"sync": True, "writemap": False}
 
 
@@ -263,7 +263,7 @@ def run_of(arguments: argparse.Namespace, root: Path) -> Run:
     for num_steps in BLOCKS:
         steps = f"{num_steps:,} step" + "s" * (num_steps > 1)
         found[f"write {steps}"] = "us", timed((it.writes(num_steps) for it in stores), effort)
-    found[f"draw {BATCH}"] = "us", timed((Turn(call=it.draw) for it in stores), effort)
+    found[f"sample {BATCH}"] = "us", timed((Turn(call=it.draw) for it in stores), effort)
     # What was written before, and how much of it the system has synced, is left out by the first turn.
     once, on_disk = replace(effort, calls=1), stores[1:]
     turns = [Turn(call=it.flush, before=it.writes(BLOCKS[-1]).call) for it in on_disk]
@@ -271,10 +271,13 @@ def run_of(arguments: argparse.Namespace, root: Path) -> Run:
     found[f"flush {BLOCKS[-1]:,} steps"] = "ms", [None, *milliseconds]
     for store in stores:
         store.close()
-    found["a row"] = "bytes", [None, *(store.num_bytes() / arguments.rows for store in on_disk)]
+    found["a transition"] = (
+        "bytes",
+        [None, *(store.num_bytes() / arguments.rows for store in on_disk)],
+    )
     turns = [Turn(call=it.reopen, before=it.close) for it in on_disk]
     milliseconds = [it / 1000 for it in timed(turns, replace(once, rounds=1))]
-    found["reopen and draw"] = "ms", [None, *milliseconds]
+    found["reopen and sample"] = "ms", [None, *milliseconds]
     for store in on_disk:
         store.close()
     syncs = {it.name: it.syncs for it in stores}
@@ -283,11 +286,11 @@ def run_of(arguments: argparse.Namespace, root: Path) -> Run:
 
 def table(run: Run) -> Iterator[str]:
     """Gives what the page shows."""
-    yield f"{run['rows']:,} rows. {format_machine(run['machine'])}."
+    yield f"{run['rows']:,} transitions. {format_machine(run['machine'])}."
     yield ""
     yield "| | " + " | ".join(run["syncs"]) + " |"
     yield "| --- |" + " ---: |" * len(run["syncs"])
-    yield "| what it syncs | " + " | ".join(run["syncs"].values()) + " |"
+    yield "| synchronisation | " + " | ".join(run["syncs"].values()) + " |"
     for work, (unit, values) in run["found"].items():
         cells = (f"{it:,.{1 if it < 1000 else 0}f}" if it is not None else "" for it in values)
         yield f"| {work}, {unit} | " + " | ".join(cells) + " |"

@@ -8,11 +8,11 @@ __all__ = ["TITLES", "WORKS", "format_all", "format_gpu", "format_machine", "for
 
 WORKS = {
     "uniform": "uniform",
-    "her": "hindsight, `future`",
+    "her": "HER, `future`",
     "n_step": "3-step returns",
     "priorities": "priorities, sample + update",
-    "her_n_step": "hindsight x 3-step",
-    "everything": "hindsight x 3-step x priorities x recency",
+    "her_n_step": "HER x 3-step",
+    "everything": "HER x 3-step x priorities x recency",
     "recent": "recency",
     "sequences": "sequences, 32 of 16 steps",
     "flat": "flat observations",
@@ -37,13 +37,13 @@ MADE_BY_WRITES = ("her", "n_step", "her_n_step", "everything")
 #: Of a plain compiled function we may take so much more.
 MOST = 1.25
 IN_LOOPS = {"loop": "between updates", "alone": "alone"}
-PLACES = {"loop": " between updates", "alone": " alone", "write_and_draw": ", write + draw"}
+PLACES = {"loop": " between updates", "alone": " alone", "write_and_draw": ", write + sample"}
 NOTES = """
-Microseconds, medians; in brackets how many times as long as here. One step is written before each draw.
-cpprb draws goals and folds steps when it writes: it stores each row five times for hindsight, and the
-goals and n stay as they are. flashbax has no hindsight and no n-step returns of its own; the benchmark
-folds its sequences. The compiled function is a plain loop that gives the same batch and knows nothing
-else; the raw gather is what the machine takes to copy as many bytes.
+Microseconds, medians; brackets contain the ratio to trl_storages. One step is written before each sample.
+cpprb chooses goals and computes n-step returns when it writes: it stores each transition five times for
+HER, and goals and n cannot change later. flashbax has no HER and no n-step returns; the benchmark
+computes returns from its sequences. The compiled function is a plain loop that returns the same batch and
+does nothing else; the raw gather copies as many bytes.
 """
 
 
@@ -90,7 +90,7 @@ def format_missed(report: Report) -> Iterator[str]:
             yield ""
         yield (
             f"With {threads} thread{'s' * (threads > 1)}, {len(found) - len(behind)} of {len(found)} "
-            f"comparisons hold: no longer than any library, and {MOST} of a compiled function. The rest:"
+            f"comparisons hold: at most the time of a library, {MOST} of a compiled function. The rest:"
         )
         yield ""
         for ours, other in behind:
@@ -140,7 +140,7 @@ def format_loop(report: Report) -> Iterator[str]:
             if ours is not None:
                 title = title_of(work) if section == "loop" else ""
                 rows.append(([title, where], ours))
-    yield from table([f"draw {one.batch_size:,} from {one.rows:,} rows", ""], rows, results)
+    yield from table([f"sample {one.batch_size:,} of {one.rows:,} transitions", ""], rows, results)
     yield ""
 
 
@@ -153,7 +153,7 @@ def format_samples(report: Report) -> Iterator[str]:
         for number, (batch_size, ours) in enumerate(found):
             rows.append(([title_of(work) if number == 0 else "", f"{batch_size:,}"], ours))
     if rows:
-        yield from table([f"draw from {rows[0][1].rows:,} rows", "batch"], rows, results)
+        yield from table([f"sample from {rows[0][1].rows:,} transitions", "batch"], rows, results)
 
 
 def format_sizes(report: Report) -> Iterator[str]:
@@ -170,8 +170,8 @@ def format_sizes(report: Report) -> Iterator[str]:
             for found in both
         ]
         yield (
-            f"The work does not grow with the storage, memory only gets further away: 256 of "
-            f"{sizes[0]:,} rows take {told[0]}; of {sizes[-1]:,} rows {told[1]}."
+            f"The work does not grow with the buffer, but caches hold less of it: 256 of "
+            f"{sizes[0]:,} transitions take {told[0]}; of {sizes[-1]:,} transitions {told[1]}."
         )
         yield ""
 
@@ -183,7 +183,7 @@ def format_rest(report: Report) -> Iterator[str]:
     rows = [
         (
             [
-                WORKS[r.work] + ", write + draw" * (r.section == "write_and_draw"),
+                WORKS[r.work] + ", write + sample" * (r.section == "write_and_draw"),
                 f"{r.batch_size:,}",
             ],
             r,
@@ -192,7 +192,7 @@ def format_rest(report: Report) -> Iterator[str]:
         if r.peer == "ours"
     ]
     if rows:
-        yield from table(["work", "rows a call"], rows, results)
+        yield from table(["operation", "transitions per call"], rows, results)
 
 
 def format_mapped(report: Report) -> Iterator[str]:
@@ -206,7 +206,7 @@ def format_mapped(report: Report) -> Iterator[str]:
             told.append(f"{format_ratio(ratio(mapped, ours))} ({name})")
     if told:
         yield ""
-        yield f"From a directory draws take, in times of those from memory: {', '.join(told)}."
+        yield f"Time to sample from a directory, relative to memory: {', '.join(told)}."
 
 
 def format_once(report: Report) -> Iterator[str]:
@@ -216,7 +216,9 @@ def format_once(report: Report) -> Iterator[str]:
     if not results:
         return
     yield ""
-    yield from head([f"bytes a transition, and to draw {results[0].batch_size:,}", ""], peers)
+    yield from head(
+        [f"bytes per transition, and time to sample {results[0].batch_size:,}", ""], peers
+    )
     for work in [work for work in WORKS if any(result.work == work for result in results)]:
         ours = pick(results, peer="ours", work=work)
         found = [pick(results, peer=peer, work=work) for peer in ("ours", *peers)]
@@ -224,8 +226,8 @@ def format_once(report: Report) -> Iterator[str]:
         yield f"| {WORKS[work]} | bytes | " + " | ".join(nbytes(it, ours) for it in found) + " |"
         yield "|  | microseconds | " + " | ".join(times) + " |"
     yield ""
-    yield "Each library in the mode that takes the least memory and gives every row as it was written:"
-    yield "whole rows but with cpprb, whose `next_of` and `stack_compress` store less."
+    yield "Each library runs in the mode that takes the least memory and returns transitions unchanged:"
+    yield "complete transitions, except cpprb, whose `next_of` and `stack_compress` store less."
 
 
 def nbytes(found: Result | None, ours: Result | None) -> str:
@@ -243,8 +245,8 @@ def format_cold_start(report: Report) -> Iterator[str]:
     if seconds:
         yield ""
         yield (
-            f"Cold start: `import trl_storages` takes {seconds['ours', 'import']:.1f} s, TorchRL's own "
-            f"{seconds['torchrl', 'import']:.1f} s included; then a hindsight storage, 200 steps and the "
+            f"Cold start: `import trl_storages` takes {seconds['ours', 'import']:.1f} s, TorchRL's share "
+            f"{seconds['torchrl', 'import']:.1f} s. Then a buffer with HER, 200 steps and the "
             f"first batch take {seconds['new', 'first_batch']:.1f} s in a new installation and "
             f"{seconds['later', 'first_batch']:.1f} s in a later process."
         )
@@ -255,9 +257,9 @@ def format_memory(report: Report) -> Iterator[str]:
     if memory := report.memory:
         yield ""
         yield (
-            f"Memory: {memory['rows']:,.0f} further rows raise the peak of a process by "
-            f"{memory['bytes'] / 1e6:,.1f} MB; their fields, written twice as they are, add up to "
-            f"{memory['fields'] / 1e6:,.1f} MB, so that is {memory['ratio']:.2f} of them."
+            f"Memory: {memory['rows']:,.0f} more transitions raise the peak of a process by "
+            f"{memory['bytes'] / 1e6:,.1f} MB. Their fields, each observation twice, add up to "
+            f"{memory['fields'] / 1e6:,.1f} MB, so the ratio is {memory['ratio']:.2f}."
         )
 
 
@@ -270,7 +272,7 @@ def of_most(report: Report, section: str) -> list[Result]:
 
 def title_of(work: str) -> str:
     """Names a work, and what the others do beside it."""
-    return WORKS[work] + (" (others: hindsight alone)" if work in THEIRS else "")
+    return WORKS[work] + (" (others: HER alone)" if work in THEIRS else "")
 
 
 def table(
@@ -286,7 +288,7 @@ def table(
 
 def head(first: list[str], peers: list[str]) -> Iterator[str]:
     """Gives the two lines that a table begins with."""
-    names = [*first, "here", *(TITLES[peer] for peer in peers)]
+    names = [*first, "trl_storages", *(TITLES[peer] for peer in peers)]
     yield "| " + " | ".join(names) + " |"
     yield "|---" * len(names) + "|"
 

@@ -63,7 +63,7 @@ def test_a_section_can_be_told_and_kept(section, tmp_path):
     lines = [*format_all(report), *format_missed(report)]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report
-    words = "here", "Cold start", "From a directory"
+    words = "| trl_storages |", "Cold start", "from a directory"
     assert any(word in "".join(lines) for word in words)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
 
@@ -82,7 +82,7 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks", "--readme", str(kept)])
     command.main()
     page = (tmp_path / "tutorials/speed.md").read_text()
-    assert "| draw from 300 rows | batch | here | raw gather |" in page
+    assert "| sample from 300 transitions | batch | trl_storages | raw gather |" in page
 
 
 def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
@@ -96,7 +96,7 @@ def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
     marks = [f"<!-- durability: {mark} -->\n" for mark in ("begin", "end")]
     assert durability.shown("".join(marks), kept) == printed.join(marks)
     assert printed.count("\n") == 4 + 7
-    assert "| draw 256, us | " in printed
+    assert "| sample 256, us | " in printed
 
 
 @pytest.mark.gpu
