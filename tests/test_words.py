@@ -12,11 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LINES = (Path(__file__).parent / "words.txt").read_text().splitlines()
 PATTERNS = [line.split(": ", 1) for line in LINES if not line.startswith("#")]
-#: These guides do not use the words yet.
-LATER = {"architecture", "coming_from", "on_disk", "on_gpu", "several_machines", "speed"}
 PAGES = [path for kind in ("md", "ipynb", "py") for path in (ROOT / "tutorials").glob(f"*.{kind}")]
-SOURCES = [ROOT / "README.md", *(path for path in sorted(PAGES) if path.stem not in LATER)]
-SOURCES += sorted((ROOT / "trl_storages").rglob("*.py"))
+SOURCES = [ROOT / "README.md", *sorted(PAGES), *sorted((ROOT / "trl_storages").rglob("*.py"))]
 
 
 def texts_of_code(source):

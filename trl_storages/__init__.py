@@ -1,9 +1,9 @@
-"""Replay storages for TorchRL: hindsight, n-step, priorities and recency at sample time.
+"""Replay buffers for TorchRL: HER, n-step returns, PER, ERE and sequences, computed when you sample.
 
-Start with a ready-made storage, such as `UniformReplayStorage` or `HERReplayStorage`: construct it from
-the spaces of an environment, write with `record` (plain loops) or `extend` (collectors and datasets),
-and read with `sample`. `help(UniformReplayStorage)` documents every option. `ReplayStorage` combines
-custom parts. `trl_storages.datasets` loads datasets, `trl_storages.plotting` visualises storages.
+Start with a preset, such as `UniformReplayStorage` or `HERReplayStorage`: create it with `from_env(env)`,
+write with `record` (Gymnasium loops) or `extend` (collectors and datasets), and read with `sample`.
+`help(UniformReplayStorage)` documents every option. `ReplayStorage` combines components of your own.
+`trl_storages.datasets` loads datasets, `trl_storages.plotting` draws buffers and batches.
 """
 
 # Imported to register the test environments.

@@ -46,7 +46,7 @@ __all__ = [
     "UniformReplayStorage",
 ]
 
-#: What to use -> what other libraries call it.
+#: Our keyword, with its value -> keywords of other libraries.
 _SYNONYMS = {
     "alpha=": "prioritized_replay_alpha priority_exponent",
     "batch_size=": "sample_batch_size",
