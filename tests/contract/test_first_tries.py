@@ -126,7 +126,7 @@ def test_a_refused_attempt_leaves_the_directory_free(tmp_path):
         filled(path=tmp_path / "rows", batch_size=0)
     filled(path=tmp_path / "rows").close()
     data = {"obs": np.zeros(4), "acts": np.zeros(4), "rews": np.zeros(4), "dones": np.ones(4)}
-    with pytest.raises(ValueError, match="of one environment"):
+    with pytest.raises(ValueError, match="with one environment"):
         from_arrays(data, path=tmp_path / "data", num_envs=2)
     assert kept.value
     assert not (tmp_path / "data").exists()

@@ -420,7 +420,7 @@ def requirements(test: Any) -> Any:
 
 
 @requirements
-@pytest.mark.filterwarnings("ignore:a row .* not begin with")
+@pytest.mark.filterwarnings("ignore:a transition does not begin with")
 def test_everything_after_everything(place):
     run_state_machine_as_test(
         partial(Machine, place),
@@ -429,7 +429,7 @@ def test_everything_after_everything(place):
 
 
 @pytest.mark.search
-@pytest.mark.filterwarnings("ignore:a row .* not begin with")
+@pytest.mark.filterwarnings("ignore:a transition does not begin with")
 def test_everything_after_everything_for_long(place):
     run_state_machine_as_test(
         partial(Machine, place),
