@@ -78,6 +78,7 @@ _PASS_ERE = "eta < 1 to a preset, or sampler=ERESampler(...) to ReplayStorage"
 _PASS_HER = "reward_fn to HERReplayStorage, or sampler=HERSampler(...) to ReplayStorage"
 # No batch is sampled while a setting changes.
 _setting = partial(ComponentSetting, lock_of=attrgetter("_replay_lock"))
+_NO_LOCK = nullcontext()
 # Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
@@ -284,7 +285,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     @property
     def _write_lock(self) -> AbstractContextManager[Any]:
         lock = self._process_lock
-        return nullcontext() if lock is None else lock.hold()
+        return _NO_LOCK if lock is None else lock.hold()
 
     def __len__(self) -> int:
         with self._replay_lock:
@@ -575,7 +576,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ValueError: `batch_size` is below 1.
             RuntimeError: the buffer is empty or shut down, no batch size is known, or a `HERSampler`
                 chooses goals that no transform writes.
-            TimeoutError: no transitions were written in time.
+            TimeoutError: no transitions were written in time, or the wait was cancelled.
         """
         if wait:
             end = math.inf if timeout is None else time.monotonic() + timeout
@@ -584,6 +585,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ):
                 with suppress(EmptyError):  # another process may empty the buffer meanwhile
                     return self.sample(batch_size, return_info)
+            if cancel_event is not None and cancel_event.is_set():
+                raise TimeoutError("the wait for a batch was cancelled.")
             raise TimeoutError(f"no batch could be sampled within {timeout} seconds.")
         size = self._batch_size
         if batch_size is not None:

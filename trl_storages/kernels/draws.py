@@ -110,11 +110,12 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
     share = E / max(total, 1)
     for i in range(len(noise)):
         rank = _below(noise[i], total)
-        # The lane that it is in where all hold as many rows; else it is searched for.
-        e = min(int(rank * share), E - 1)
-        high = e + 1
-        if starts[e] > rank or (high < E and starts[high] <= rank):
-            e, high = 0, E
+        e, high = 0, E
+        if E > 1:
+            # The lane that holds it if all lanes hold as many rows; else it is searched for.
+            likely = min(int(rank * share), E - 1)
+            if starts[likely] <= rank and (likely + 1 == E or rank < starts[likely + 1]):
+                e, high = likely, likely + 1
         while high - e > 1:  # the last lane that begins at or before it
             middle = (e + high) >> 1
             if starts[middle] <= rank:
