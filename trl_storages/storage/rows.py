@@ -57,7 +57,7 @@ class Rows:
         """Returns a field, `[*B, ...]`.
 
         Raises:
-            KeyError: there is no such field; the message lists those that there are.
+            KeyError: no such field is stored; the message lists the stored fields.
         """
         value = self.changes.get(key, self._fetched.get(key))
         if value is None:
@@ -264,7 +264,7 @@ class BatchRows(Rows):
     def _paste(self, pasted: tuple[Any, ...]) -> None:
         """Pastes into gathered transitions, or next to them where their fields have no room."""
         key, at, mask, targets, default = pasted
-        entries = self._view.entries
+        entries: Any = self._view.entries
         if entries.paste(self._gathered, key, at, mask, targets):
             return
         values = entries.take(key, at)
