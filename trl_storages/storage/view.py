@@ -52,7 +52,7 @@ class StorageView:
         self._cursors = cursors
         self._slots_read: list[torch.Tensor] = []
 
-    def locate(self, slots: torch.Tensor) -> Any:
+    def locate(self, slots: torch.Tensor) -> np.ndarray | torch.Tensor:
         """Returns the numbers of the entries of transitions in slots `[*B]`, which are read next."""
         if self._cursors is not None:
             self._slots_read.append(slots)
