@@ -1,4 +1,4 @@
-"""Batches that are sent to another process: one block of bytes, and the position of each tensor in it."""
+"""Batches for another process: one block of bytes, and the position of each tensor in it."""
 
 from __future__ import annotations
 

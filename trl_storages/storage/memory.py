@@ -85,7 +85,7 @@ class Memory:
         elif layout is not None:
             self.entries = DeviceEntries(layout, index, device)
 
-    def shared(self) -> Memory:
+    def copy_to_shared_memory(self) -> Memory:
         """Copies the transitions to memory that other processes share, and returns it."""
         layout: Any = self.layout
         arena = Arena.shared(**arena_sizes(layout, self.index))

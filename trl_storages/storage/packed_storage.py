@@ -33,7 +33,7 @@ from trl_storages.validation import renamed, warn_caller
 __all__ = ["PackedStorage"]
 
 _FLAGS = ("done", "terminated", "truncated")
-# What to use -> keywords of TorchRL's storages and of other libraries.
+# Keyword of this class -> keywords of TorchRL's storages and of other libraries.
 _SYNONYMS = {
     "max_size=": "buffer_size capacity size storage_size",
     "path=, and fresh=True to discard the contents of the directory": "scratch_dir",
@@ -151,7 +151,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._is_warned = False
         # Whether the size of the transitions was compared with the memory of the machine.
         self._is_sized = False
-        # Until the layout is known there is an empty index, which checks the sizes at once.
+        # Until the layout is known the storage has an empty index, which checks the sizes.
         self._attach(Memory(None, self._requested_size, num_envs, max_entries, self.device))
         if description is not None:
             self._check_fits(description)
@@ -283,7 +283,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 "share() needs transitions in memory of the host, and known fields: pass fields=, or "
                 "write first. To share a directory, open it in the other process with mode='r'."
             )
-        self._attach(self.backend.shared())
+        self._attach(self.backend.copy_to_shared_memory())
 
     @property
     def initialized(self) -> bool:
@@ -387,7 +387,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         return dumps.collect_lanes(self.backend)
 
     def prepare_load(self, state: Any, rest: Any = None) -> Adopt:
-        """Checks a saved state, and returns a function that replaces the transitions by its transitions.
+        """Checks a saved state, and returns a function that loads its transitions.
 
         Args:
             state: the saved state of transitions.

@@ -32,7 +32,7 @@ class StorageView:
         cursors: `[E]` the cursors of this moment, if another process may be writing; else None.
 
     Attributes:
-        episodes: which slots hold which steps of which episodes.
+        episodes: the episode index.
         layout: the fields of a transition.
         entries: reads and writes the entries.
         is_on_host: whether compiled loops read the entries.
@@ -49,7 +49,7 @@ class StorageView:
         self.layout: Layout = backend.layout  # type: ignore[assignment]
         self.entries: HostEntries | DeviceEntries = backend.entries  # type: ignore[assignment]
         self.is_exclusive: bool = cursors is None
-        self._cursors = cursors
+        self._cursors: Any = cursors
         self._slots_read: list[torch.Tensor] = []
 
     def locate(self, slots: torch.Tensor) -> np.ndarray | torch.Tensor:
@@ -79,7 +79,7 @@ class StorageView:
     def check_live(self, slots: torch.Tensor) -> None:
         """Raises an IndexError if a slot holds no valid transition.
 
-        With another process that writes there is no check, as it may evict transitions at any time.
+        Nothing is checked if another process writes, because it may evict transitions at any time.
         """
         if self._cursors is None:
             self.episodes.check_live(slots)
@@ -102,15 +102,14 @@ class StorageView:
             batch_size: B.
 
         Returns:
-            `[B]` bool; None if there are none.
+            `[B]` bool; None if no sample is torn.
         """
         is_torn = None
         for slots in self._slots_read:  # empty if no other process writes
-            overwritten: Any = self.overwritten(slots)
+            overwritten: Any = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
             if overwritten.any():
-                if is_torn is None:
-                    is_torn = torch.zeros(batch_size, dtype=torch.bool, device="cpu")
+                is_torn = np.zeros(batch_size, bool) if is_torn is None else is_torn
                 # Slots of another shape may concern any sample.
                 is_per_sample = slots.shape[-1:] == (batch_size,)
                 is_torn |= overwritten.reshape(-1, batch_size).any(0) if is_per_sample else True
-        return is_torn
+        return None if is_torn is None else torch.from_numpy(is_torn)
