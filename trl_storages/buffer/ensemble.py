@@ -87,7 +87,7 @@ class ReplayStorageEnsemble(Strict):
             validation.instance("storages", storage, ReplayStorage, what="ReplayStorages")
         if not storages or len({id(storage) for storage in storages}) < len(storages):
             raise ValueError(
-                f"storages must be at least one replay buffer, none repeated, got {len(storages)}."
+                f"storages must be different buffers, at least one, got {len(storages)}."
             )
         self.storages = storages
         self.shares = (1 / len(storages),) * len(storages) if shares is None else shares

@@ -33,9 +33,7 @@ class ReplayBatches(IterableDataset[TensorDictBase]):
         generator: seeds the reader if there are no workers; None uses torch's default generator.
     """
 
-    def __init__(
-        self, open_reader: Callable[..., ReplayStorage], generator: torch.Generator | None
-    ) -> None:
+    def __init__(self, open_reader: Callable[..., Any], generator: torch.Generator | None) -> None:
         super().__init__()
         self._open_reader, self._generator = open_reader, generator
 

@@ -64,9 +64,7 @@ def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False)
     parts, writer, recorder, generator, cursors = required_items("a replay buffer", state, _REST)
     components = storage.components()
     if not isinstance(parts, list) or (len(parts) != len(components) and not reopened):
-        raise ValueError(
-            f"the state must contain {len(components)} samplers and transforms: nothing changed."
-        )
+        raise ValueError(f"the state must have {len(components)} components: nothing changed.")
     pairs = zip(components, parts, strict=not reopened)
     adopts = [_prepare_load_component(component, part, reopened) for component, part in pairs]
     adopts.append(_prepare_load_generator(storage, generator))

@@ -51,15 +51,12 @@ class Directory:
         # Whether this reader has recovered an index in its memory, which does not follow a later writer.
         self._has_recovered_index = False
         self.layout = layout = description.layout
-        self.index = index = EpisodeIndex(
-            *(description.max_size, description.num_envs),
-            stack=layout.frames,
-            depth=layout.depth,
-            max_entries=description.max_entries,
-        )
-        sizes = arena_sizes(layout, index, is_in_file=True)
+        sizes = description.max_size, description.num_envs
+        needs = {"stack": layout.frames, "depth": layout.depth}
+        self.index = index = EpisodeIndex(*sizes, **needs, max_entries=description.max_entries)
+        arena_options = arena_sizes(layout, index, is_in_file=True)
         is_writer, lazy = lock is not None, ("entries", "marks", "records")
-        self._arena = arena = Arena(**sizes, file=file, writable=is_writer, lazy=lazy)
+        self._arena = arena = Arena(**arena_options, file=file, writable=is_writer, lazy=lazy)
         self.entries = host_entries(layout, index, arena)
 
     @classmethod
@@ -171,7 +168,7 @@ class Directory:
             while True:
                 description = Description.read(path)
                 try:
-                    return cls._open_file(path, lock, description)
+                    return cls._open(path, lock, description)
                 except ValueError:
                     # Another process may have changed the directory while it was read.
                     if Description.read(path) == description:
@@ -182,7 +179,7 @@ class Directory:
             raise
 
     @classmethod
-    def _open_file(cls, path: Path, lock: WriterLock | None, description: Description) -> Directory:
+    def _open(cls, path: Path, lock: WriterLock | None, description: Description) -> Directory:
         rows = path / description.rows
         try:
             file = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
@@ -196,12 +193,8 @@ class Directory:
                 directory._check_closed()
             is_same_boot = description.inode == directory._inode and description.boot == _boot()
             # A writer checks all transitions before it enters this boot in the description.
-            has_writer = (
-                lock is None
-                and is_same_boot
-                and description.boot != ""
-                and WriterLock.is_taken(path)
-            )
+            has_writer = lock is None and is_same_boot and description.boot != ""
+            has_writer = has_writer and WriterLock.is_taken(path)
             if has_writer:
                 check_bounds(directory.index.tables)
         except (ValueError, OverflowError, MemoryError, RuntimeError) as error:

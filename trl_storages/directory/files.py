@@ -108,9 +108,7 @@ class WriterLock:
     def __init__(self, directory: Path) -> None:
         self._descriptor = -1
         if fcntl is None:
-            raise RuntimeError(
-                "path= needs POSIX file locks, which this platform lacks. Keep transitions in memory."
-            )
+            raise RuntimeError("path= needs POSIX file locks: keep transitions in memory.")
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
         # A storage is in a reference cycle, so an unused one may hold the lock until it is collected. A
         # reader that calls `is_taken` holds the lock for a moment.

@@ -316,9 +316,7 @@ class EpisodeIndex:
             is_live = steps >= oldest[array // self.steps_per_lane]
         if not is_live.all():
             at = int(is_live.argmin())
-            raise IndexError(
-                f"slots must hold valid transitions, got {int(array[at])} at position {at}."
-            )
+            raise IndexError(f"slot {int(array[at])} at position {at} holds no valid transition.")
 
     def bounds(self, slots: Slots) -> Slots:
         """Returns the distances from each transition to the bounds of its episode and its lane.
@@ -411,8 +409,8 @@ class EpisodeIndex:
             `[n, B]` int64 slots, in which the last transition of the episode is repeated; and the number
             of different transitions of each window, `[B]` int64.
         """
-        windows = np.empty((num_rows, len(slots)), np.int64)
-        lengths = np.empty(len(slots), np.int64)
+        size = len(slots)
+        windows, lengths = np.empty((num_rows, size), np.int64), np.empty(size, np.int64)
         draws.windows(self.tables, slots, windows, lengths)
         return windows, lengths
 
@@ -451,11 +449,9 @@ class EpisodeIndex:
     @property
     def num_episodes(self) -> int:
         """The number of episodes that have live steps."""
-        return int(self._count_episodes(*self._live())[1].sum())
+        return int(self._numbering(*self._live())[1].sum())
 
-    def _count_episodes(
-        self, tails: np.ndarray, cursors: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _numbering(self, tails: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the number of the oldest episode of each lane, and the counts of episodes, `[E]`."""
         lanes, T = np.arange(self.num_envs), self.steps_per_lane
         oldest, newest = (self.episode[self.slots_of(lanes, at)] for at in (tails, cursors - 1))
@@ -490,7 +486,7 @@ class EpisodeIndex:
         """Returns the columns of `table`, of all episodes or of those that `noise` `[n]` chooses."""
         T, (tails, cursors) = self.steps_per_lane, self._live()
         begins = np.arange(self.num_envs) * T
-        oldest, counts = self._count_episodes(tails, cursors)
+        oldest, counts = self._numbering(tails, cursors)
         ends = counts.cumsum()
         total = int(ends[-1])
         rank = np.arange(total) if noise is None or not total else noise % total

@@ -38,9 +38,7 @@ def _bounds_of_lanes(index: Any) -> tuple[np.ndarray, np.ndarray]:
     tails = lanes[:, TAIL].copy()
     is_valid = (tails >= 0) & (tails <= lanes[:, CURSOR]) & (cursors - tails <= T)
     if not is_valid.all():
-        raise RuntimeError(
-            f"the index is damaged: a tail must be at most {T} steps before its cursor."
-        )
+        raise RuntimeError(f"the index is damaged: a tail is not within {T} steps of its cursor.")
     return cursors, tails
 
 
@@ -58,9 +56,7 @@ def check_bounds(index: Any) -> None:
     _bounds_of_lanes(index)
     is_valid = ((where == 0) | (where >= k - 1)) & (where < len(lanes) * M - 1)
     if not (is_valid & (episode >= 0) & (episode <= T)).all():
-        raise RuntimeError(
-            "the index is damaged: the entry or the episode of a slot is out of range."
-        )
+        raise RuntimeError("the index is damaged: an entry or an episode is out of range.")
 
 
 def check(index: Any) -> None:
@@ -88,6 +84,6 @@ def check(index: Any) -> None:
     oldest = np.flatnonzero(np.append(True, ~is_pair)[: len(lane)])
     newest = np.append(oldest[1:], len(lane))[: len(oldest)] - 1
     num_wraps = wraps[newest] - wraps[oldest]
-    is_apart = position[newest] - position[oldest] + num_wraps * M + depth < M
-    is_disjoint = (num_wraps == 0) | is_apart
+    num_entries = position[newest] - position[oldest] + num_wraps * M + depth
+    is_disjoint = (num_wraps == 0) | (num_entries < M)
     require("two steps share an entry", is_disjoint, index, lane[oldest], step[oldest])

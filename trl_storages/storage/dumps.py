@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from trl_storages.entries.layout import Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import CONTINUES, FIRST, frames
 from trl_storages.serialization import State, array, required_items
-
-if TYPE_CHECKING:
-    from trl_storages.storage.memory import Memory
 
 __all__ = ["PackedLane", "collect_lanes", "empty_lanes", "fill_lanes", "parse_lanes", "read"]
 
@@ -74,7 +71,7 @@ class PackedLane(NamedTuple):
         return first if self.backs is None else first - int(self.backs[first])
 
 
-def collect_lanes(backend: Memory | Directory) -> State:
+def collect_lanes(backend: Any) -> State:
     """Returns the saved state of the transitions of a `Memory` or `Directory`.
 
     The state shares memory with the backend, unless another process may be writing.
@@ -137,9 +134,7 @@ def _lane_states(backend: Any) -> list[State]:
     return states
 
 
-def parse_lanes(
-    state: Any, max_size: int, num_envs: int
-) -> tuple[Layout | None, Sequence[PackedLane]]:
+def parse_lanes(state: Any, max_size: int, num_envs: int) -> tuple[Layout | None, list[PackedLane]]:
     """Checks a saved state, and returns its layout and its lanes.
 
     Without a layout there are no lanes.
@@ -150,9 +145,7 @@ def parse_lanes(
     *sizes, words, lanes = required_items("rows", state, _ROWS)
     for name, value, size in zip(_ROWS, sizes, (max_size, num_envs), strict=False):
         if validation.integer(name, value) != size:
-            raise ValueError(
-                f"saved transitions must have {name}={size}, got {value}: nothing changed."
-            )
+            raise ValueError(f"{name} of the state must be {size}, got {value}: nothing changed.")
     if words is None:
         return None, []
     try:
@@ -160,7 +153,7 @@ def parse_lanes(
     except UNREADABLE as error:
         raise ValueError(f"the layout of saved transitions is damaged: {error!s:.99}") from None
     if not isinstance(lanes, list) or len(lanes) != num_envs:
-        raise ValueError(f"saved transitions must be a list of {num_envs} lanes: nothing changed.")
+        raise ValueError(f"the state must have {num_envs} lanes: nothing changed.")
     index = EpisodeIndex(max_size, num_envs, stack=layout.frames, depth=layout.depth)
     packed_lanes = [_parse_lane(lane, layout, index.steps_per_lane) for lane in lanes]
     fill_lanes(packed_lanes, index)

@@ -138,7 +138,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._max_entries = max_entries
         expected = "a mapping from key to (dtype, shape)"
         #: The arguments.
-        self.fields: dict[NestedKey, Sequence[Any] | None] = dict(
+        self.fields: dict[NestedKey, Any] = dict(
             validation.mapping("fields", fields or {}, expected)
         )
         self.nested: Nested = _checked_nested(nested)
@@ -408,7 +408,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 )
             if expected != layout:
                 raise ValueError(
-                    f"saved fields must be {expected}, got {layout}: nothing changed. {_BRIDGE}"
+                    f"fields must be {expected}, got {layout}: nothing changed. {_BRIDGE}"
                 )
 
         def adopt() -> None:
@@ -526,9 +526,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Raises a RuntimeError, because an `EpisodeWriter` writes transitions in the order of lanes."""
-        raise RuntimeError(
-            "transitions cannot be set by slot: pass writer=EpisodeWriter(num_envs), and extend."
-        )
+        raise RuntimeError("transitions cannot be set by slot: write them with extend().")
 
     def contains(self, item: Any) -> torch.Tensor:
         """Returns whether slots hold valid transitions, a bool tensor of the shape of the slots."""
