@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from trl_storages.buffer.packed_batch import packed
+from trl_storages.buffer.packed_batch import pack_tensordicts
 
 DTYPES = torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.int16
 
@@ -33,7 +33,7 @@ def batch_of(num_rows):
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_packed_batch_arrives_as_it_was_sent(num_rows):
     batch = batch_of(num_rows)
-    here = pickle.loads(pickle.dumps(packed(batch)))
+    here = pickle.loads(pickle.dumps(pack_tensordicts(batch)))
     assert type(here) is TensorDict
     assert here.batch_size == batch.batch_size
     assert here.device == batch.device
@@ -53,7 +53,7 @@ def test_packed_batch_may_be_changed_while_autograd_needs_another_entry():
     sent = TensorDict({"observation": torch.rand(4, 3), "td_error": torch.rand(4)}, [4])
     # Ray hands out memory that can't be written to.
     buffers = []
-    message = pickle.dumps(packed(sent), 5, buffer_callback=buffers.append)
+    message = pickle.dumps(pack_tensordicts(sent), 5, buffer_callback=buffers.append)
     here = pickle.loads(message, buffers=[bytes(buffer) for buffer in buffers])
     loss = torch.nn.Linear(3, 1)(here["observation"]).sum()
     here["td_error"].zero_()
@@ -63,5 +63,5 @@ def test_packed_batch_may_be_changed_while_autograd_needs_another_entry():
 
 def test_packed_view_is_sent_without_what_it_is_a_view_of():
     every = torch.zeros(1000, 100)
-    assert len(pickle.dumps(packed((every[3], {"slots": 4})))) < 2000
-    assert len(pickle.dumps(packed(TensorDict({"row": every[3:5]}, [2])))) < 2000
+    assert len(pickle.dumps(pack_tensordicts((every[3], {"slots": 4})))) < 2000
+    assert len(pickle.dumps(pack_tensordicts(TensorDict({"row": every[3:5]}, [2])))) < 2000

@@ -130,7 +130,7 @@ def test_whole_episodes_are_drawn_uniformly(history):
     lanes = history.write(storage)
     whole = lanes.whole_episodes()
     if not whole:
-        with pytest.raises(RuntimeError, match="finished"):
+        with pytest.raises(RuntimeError, match="complete episode"):
             storage.sample_episodes(3)
         return
     batch = storage.sample_episodes(60 * len(whole))

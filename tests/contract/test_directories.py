@@ -219,9 +219,9 @@ def test_links_and_pipes_are_not_followed(tmp_path, name, kind):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_older_formats_are_refused(tmp_path, number):
+def test_directory_of_an_older_format_raises(tmp_path, number):
     (tmp_path / "storage.json").write_text(json.dumps({"kind": "trl_storages", "format": number}))
-    with pytest.raises(ValueError, match="formats 1 and 2 are of"):
+    with pytest.raises(ValueError, match="wrote formats 1 and 2"):
         library.ReplayStorage.open(tmp_path)
 
 

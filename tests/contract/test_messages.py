@@ -138,10 +138,10 @@ def test_errors_of_the_system_are_not_reported_as_damage():
     library.ReplayStorage.open(path)
 
 
-def test_repr_of_a_reopened_directory_tells_how_many_rows_it_held():
+def test_repr_of_a_reopened_directory_shows_its_number_of_transitions():
     path = new_folder() / "rows"
     for is_reopened in (False, True):
         storage = make(place="directory", path=path)
         storage.extend(rows(Player(is_reopened).play([4])))
-        assert ("reopened with 4 rows" in repr(storage)) == is_reopened
+        assert ("reopened with 4 transitions" in repr(storage)) == is_reopened
         storage.close()

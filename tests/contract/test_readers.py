@@ -205,7 +205,7 @@ class TestOneAtATime:
         drawn = ids_of(reader.sample(wait=True, cancel_event=Refilling())).tolist()
         assert {*drawn} <= {step.id for steps in written for step in steps}
 
-    def test_a_sampler_of_ones_own_may_draw_what_gives_way(self, tmp_path):
+    def test_custom_sampler_that_draws_an_evicted_slot_raises(self, tmp_path):
         """But not what was gone before."""
         storage, written = opened(tmp_path, STEPS, "uniform"), [[], []]
         write_on(storage, Script(0), written, 9)
@@ -223,7 +223,7 @@ class TestOneAtATime:
         slots, kept = storage.episodes.slots_by_age(), 1
         reader.sampler.sample = lambda *_: (slots, {})
         storage.empty(keep_steps=kept)
-        with pytest.raises(IndexError, match="live"):
+        with pytest.raises(IndexError, match="valid"):
             reader.sample()
 
     def test_it_draws_by_the_priorities_of_the_writer(self, tmp_path):

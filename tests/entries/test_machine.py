@@ -350,11 +350,11 @@ class Machine(RuleBasedStateMachine):
         for observer in self.observers:
             if self.rng.random() < 0.5:
                 continue
-            changes, observer[0] = index.since(observer[0])
+            changes, observer[0] = index.changes_since(observer[0])
             if changes is not None:
-                for slot in changes.gone.tolist():
+                for slot in changes.evicted.tolist():
                     observer[1].pop(slot, None)
-                for slot in changes.new.tolist():
+                for slot in changes.written.tolist():
                     observer[1][slot] = steps[slot]
             assert set(observer[1]) == live
             assert observer[1] == steps
@@ -474,7 +474,7 @@ class TestStreamsAtLength(Machine.TestCase):
 def test_an_index_whose_steps_share_an_entry_is_refused():
     index, never = EpisodeIndex(4, max_entries=7), np.zeros(4, bool)
     places = np.array([2, 3, 5, 0])
-    index.set_lane(0, np.arange(4), places, never, never, first=0, tail=0)
+    index.restore_lane(0, np.arange(4), places, never, never, first=0, tail=0)
     index.validate()
     index.where[0] = 1  # which holds the next observation of the newest step
     with pytest.raises(RuntimeError, match="share"):

@@ -72,7 +72,7 @@ class TestIndex:
     def index(self):
         index, ends = EpisodeIndex(100), np.arange(70) % 10 == 9
         begins = np.arange(70) % 10 == 0
-        index.set_lane(0, np.arange(70), np.arange(70) + 1, begins, ends, first=0, tail=0)
+        index.restore_lane(0, np.arange(70), np.arange(70) + 1, begins, ends, first=0, tail=0)
         return index
 
     def test_draws(self, asked):

@@ -16,15 +16,17 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys, validation
 from trl_storages.buffer.explain import Explanation, explain, reduce_priorities, sampled_priorities
+from trl_storages.buffer.loader import make_loader
 from trl_storages.buffer.prefetch import Prefetcher
 from trl_storages.buffer.reading import read, sample_episodes
 from trl_storages.buffer.sampling import SamplingPipeline
@@ -51,6 +53,7 @@ from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.storage import dumps
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import (
+    UNSUPPORTED,
     UnsupportedMethods,
     dispatch_td_nn_modules,
     reject_torchrl_components,
@@ -150,7 +153,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         *,
         storage: PackedStorage,
         num_envs: int | None = None,
-        sampler: Any = None,
+        sampler: Sampler | None = None,
         writer: EpisodeWriter | None = None,
         transform: Transform | Callable[..., Any] | None = None,
         sample_unit: EpisodeSequence | None = None,
@@ -295,6 +298,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """Returns whether a batch can be sampled; `batch_size` defaults to the constructor's."""
         validation.optional(validation.integer, "batch_size", batch_size, at_least=1)
         return len(self) > 0
+
+    def __dir__(self) -> list[str]:
+        """Lists public names, without the methods of TorchRL's buffers that raise."""
+        return [name for name in super().__dir__() if name[0] != "_" and name not in UNSUPPORTED]
 
     def __repr__(self) -> str:
         parts = [self._storage, self._sampler, self._writer, *transforms_in(self._transform)]
@@ -550,6 +557,28 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     # Sampling
 
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = ...,
+        return_info: Literal[False] = ...,
+        *,
+        wait: bool = ...,
+        timeout: float | None = ...,
+        cancel_event: threading.Event | None = ...,
+    ) -> TensorDictBase: ...
+
+    @overload
+    def sample(
+        self,
+        batch_size: int | None = ...,
+        *,
+        return_info: Literal[True],
+        wait: bool = ...,
+        timeout: float | None = ...,
+        cancel_event: threading.Event | None = ...,
+    ) -> tuple[TensorDictBase, dict[NestedKey, torch.Tensor]]: ...
+
     def sample(
         self,
         batch_size: int | None = None,
@@ -558,7 +587,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         wait: bool = False,
         timeout: float | None = None,
         cancel_event: threading.Event | None = None,
-    ) -> Any:
+    ) -> TensorDictBase | tuple[TensorDictBase, dict[NestedKey, torch.Tensor]]:
         """Samples a batch.
 
         Args:
@@ -584,7 +613,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 batch_size, timeout=end - time.monotonic(), cancel_event=cancel_event
             ):
                 with suppress(EmptyError):  # another process may empty the buffer meanwhile
-                    return self.sample(batch_size, return_info)
+                    return self.sample(batch_size, return_info)  # type: ignore[call-overload]
             if cancel_event is not None and cancel_event.is_set():
                 raise TimeoutError("the wait for a batch was cancelled.")
             raise TimeoutError(f"no batch could be sampled within {timeout} seconds.")
@@ -622,8 +651,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         return True
 
     def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        if self._storage.is_short:
-            self._storage.warn_of_size()
+        if self._storage.is_evicting_early:
+            self._storage.warn_of_early_eviction()
         batch, info = self._pipeline.sample(batch_size)
         self._num_sampled[0] += 1
         self._num_sampled[1] += info[keys.INDEX].numel()
@@ -708,11 +737,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             RuntimeError: the buffer is not in a directory, or its fields are not known yet.
             ValueError: a number is too small, or no batch size is known.
         """
-        from trl_storages.buffer import remote
-
         with self._replay_lock:
             options |= {"num_workers": num_workers, "pin_memory": pin_memory}
-            return remote.make_loader(self, batch_size, seed, options)
+            return make_loader(self, batch_size, seed, options)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Samples batches, until the end of an epoch if the sampler samples without replacement."""
@@ -733,7 +760,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     # Components
 
-    def set_sampler(self, sampler: Any) -> Any:
+    def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler, and returns the previous one. The new one gets the buffer's generator.
 
         Raises:

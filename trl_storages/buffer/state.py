@@ -1,6 +1,6 @@
-"""The state of a storage: all that its next writes and draws depend on.
+"""The state of a replay buffer: everything on which its next writes and samples depend.
 
-All components are checked before any state is adopted, so a rejected state changes nothing.
+All states are checked before one is adopted, so an invalid state changes nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _REST = ("parts", "writer", "recorder", "generator", "cursors")
 
 
 def component_states(storage: Any) -> State:
-    """Returns the state of all of a `ReplayStorage` but its rows."""
+    """Returns the state of a `ReplayStorage`, except its transitions."""
     if (prioritized := storage._prioritized) is not None:
-        prioritized.priorities_of(storage._storage.view())  # rows that are new get their priorities
+        prioritized.priorities_of(storage._storage.view())  # sets priorities of new transitions
     generator = storage._rng
     return {
-        "parts": [_component_state(part) for part in storage.components()],
+        "parts": [_component_state(component) for component in storage.components()],
         "writer": storage._writer.state(),
         "recorder": storage._recorder.state(),
         "generator": None if generator is None else generator.get_state(),
@@ -43,37 +43,35 @@ def component_states(storage: Any) -> State:
 
 
 def prepare_load(storage: Any, state: Any) -> Adopt:
-    """Returns a function that makes a storage go on from a state.
+    """Checks a state, and returns a function by which a replay buffer continues from it.
 
     Raises:
-        ValueError, TypeError, KeyError: the state is damaged, or of another storage.
+        ValueError, TypeError, KeyError: the state is damaged, or belongs to another buffer.
     """
-    rows, rest = required_items("a storage", state, ("rows", "rest"))
+    rows, rest = required_items("a replay buffer", state, ("rows", "rest"))
     adopt_rest = prepare_load_components(storage, rest)
-    # Rows first, as there may be no room for them on the disk.
+    # Transitions first, because the disk may be too full for them.
     return all_of(storage._storage.prepare_load(rows, to_json(rest)), adopt_rest)
 
 
 def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
-    """Returns a function that makes all but the rows go on from a state; see `prepare_load`.
+    """Checks a state, and returns a function by which all but the transitions continues from it.
 
-    What is `reopened` has the parameters that it is made with, and may have other parts. What writer and
-    recorder know holds with the last row that they wrote only: of a writer that was killed after it the
-    environments are gone, and the count of rows alone goes on.
+    A buffer that is `reopened` keeps the parameters of its constructor, and may have other components.
+    The states of writer and recorder belong to the last transition that was written. If a killed writer
+    wrote more transitions after the state was saved, only their number is adopted.
     """
-    parts, writer, recorder, generator, cursors = required_items("a storage", state, _REST)
-    own = storage.components()
-    if not isinstance(parts, list) or (len(parts) != len(own) and not reopened):
-        raise ValueError(
-            f"the state must be of {len(own)} samplers and transforms: nothing changed."
-        )
-    pairs = zip(own, parts, strict=not reopened)
-    adopts = [_prepare_load_component(part, its, reopened) for part, its in pairs]
+    parts, writer, recorder, generator, cursors = required_items("a replay buffer", state, _REST)
+    components = storage.components()
+    if not isinstance(parts, list) or (len(parts) != len(components) and not reopened):
+        raise ValueError(f"the state must have {len(components)} components: nothing changed.")
+    pairs = zip(components, parts, strict=not reopened)
+    adopts = [_prepare_load_component(component, part, reopened) for component, part in pairs]
     adopts.append(_prepare_load_generator(storage, generator))
-    if not isinstance(cursors, list) or not all(type(it) is int for it in cursors):
-        raise ValueError("cursors must be a list of whole numbers: nothing changed.")
-    if reopened and cursors != (now := storage.episodes.cursors.tolist()):
-        count = writer["write_count"] + sum(now) - sum(cursors)
+    if not isinstance(cursors, list) or not all(type(cursor) is int for cursor in cursors):
+        raise ValueError("cursors must be a list of integers: nothing changed.")
+    if reopened and cursors != (current := storage.episodes.cursors.tolist()):
+        count = writer["write_count"] + sum(current) - sum(cursors)
         writer = {**storage._writer.state(), "write_count": count}
         recorder = storage._recorder.state()
     adopts += [storage._writer.prepare_load(writer), storage._recorder.prepare_load(recorder)]
@@ -81,7 +79,7 @@ def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False)
 
 
 def resume(storage: Any) -> None:
-    """Makes a storage that was reopened to write go on from what its directory keeps.
+    """Continues from the state in the directory of a replay buffer that was reopened for writing.
 
     Raises:
         ValueError: the directory is damaged.
@@ -99,49 +97,52 @@ def resume(storage: Any) -> None:
 # Samplers and transforms
 
 
-def _component_state(part: Any) -> State:
+def _component_state(component: Any) -> State:
+    is_sampler = isinstance(component, ReplaySampler)
     return {
-        "kind": type(part).__name__,
-        "parameters": {name: part.__dict__[name] for name in _parameters(part)},
-        "state": part.state() if isinstance(part, ReplaySampler) else dict(part.state_dict() or {}),
+        "kind": type(component).__name__,
+        "parameters": {name: component.__dict__[name] for name in _parameters(component)},
+        "state": component.state() if is_sampler else dict(component.state_dict() or {}),
     }
 
 
-def _parameters(part: Any) -> dict[str, Setting]:
+def _parameters(component: Any) -> dict[str, Setting]:
     """Returns the settings of a component that its state contains."""
-    settings = [(name, getattr(type(part), name, None)) for name in part.__dict__]
+    settings = [(name, getattr(type(component), name, None)) for name in component.__dict__]
     return {name: it for name, it in settings if isinstance(it, Setting) and it.is_saved}
 
 
-def _prepare_load_component(part: Any, state: Any, reopened: bool) -> Adopt:
-    kind, values, state = required_items("a part", state, ("kind", "parameters", "state"))
-    is_own, is_same = isinstance(part, ReplaySampler), kind == type(part).__name__
+def _prepare_load_component(component: Any, state: Any, reopened: bool) -> Adopt:
+    names = ("kind", "parameters", "state")
+    kind, values, state = required_items("a component", state, names)
+    is_sampler, is_same = isinstance(component, ReplaySampler), kind == type(component).__name__
     if reopened:
-        return part.prepare_load(state) if is_own and is_same else all_of()
+        return component.prepare_load(state) if is_sampler and is_same else all_of()
     if not is_same:
         raise ValueError(
-            f"the state must be of a {type(part).__name__}, got {validation.shown(kind)}: "
+            f"the state must belong to a {type(component).__name__}, got {validation.shown(kind)}: "
             "nothing changed."
         )
-    adopt_state = part.prepare_load(state) if is_own else _prepare_load_module(part, state)
-    parameters, trial = _parameters(part), object.__new__(type(part))
+    prepare = component.prepare_load if is_sampler else partial(_prepare_load_module, component)
+    adopt_state = prepare(state)
+    parameters, trial = _parameters(component), object.__new__(type(component))
     for name, value in zip(parameters, required_items(kind, values, parameters), strict=True):
         if isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} must be no tensor: nothing changed.")
+            raise ValueError(f"{name} must not be a tensor: nothing changed.")
         parameters[name].__set__(trial, value)
-    return all_of(partial(part.__dict__.update, trial.__dict__), adopt_state)
+    return all_of(partial(component.__dict__.update, trial.__dict__), adopt_state)
 
 
-def _prepare_load_module(part: Any, state: Any) -> Adopt:
-    """Parses the state of a part of TorchRL's, or of the user's own, that must be as it is now."""
-    own = part.state_dict() or {}
-    values = required_items(type(part).__name__, state, own)
-    for (name, now), value in zip(own.items(), values, strict=True):
-        if isinstance(now, torch.Tensor):
-            array(name, value, now.dtype, *now.shape)
+def _prepare_load_module(module: Any, state: Any) -> Adopt:
+    """Checks that a state has the dtypes and shapes of a module's current state."""
+    current = module.state_dict() or {}
+    values = required_items(type(module).__name__, state, current)
+    for (name, expected), value in zip(current.items(), values, strict=True):
+        if isinstance(expected, torch.Tensor):
+            array(name, value, expected.dtype, *expected.shape)
         else:
-            validation.instance(name, value, type(now))
-    return partial(part.load_state_dict, state) if own else all_of()
+            validation.instance(name, value, type(expected))
+    return partial(module.load_state_dict, state) if current else all_of()
 
 
 def _prepare_load_generator(storage: Any, state: Any) -> Adopt:
@@ -151,7 +152,7 @@ def _prepare_load_generator(storage: Any, state: Any) -> Adopt:
     try:
         generator.set_state(state)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"generator must be whole, got another: {error}") from None
+        raise ValueError(f"the state of the generator is damaged: {error}") from None
     if storage._rng is None:
         return partial(storage.set_rng, generator)
     return partial(storage._rng.set_state, state)

@@ -1,4 +1,4 @@
-"""Rows in a directory: the arena in a file, beside a description of it."""
+"""Transitions in a directory: an arena in a file, and its description."""
 
 from trl_storages.directory.description import Description
 from trl_storages.directory.directory import Directory

@@ -1,4 +1,4 @@
-"""How a directory describes itself: `storage.json`."""
+"""The description of a directory: `storage.json`."""
 
 from __future__ import annotations
 
@@ -22,44 +22,45 @@ from trl_storages.kernels.frames import BACK
 __all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 
 NAME = "storage.json"
-#: Names of files of rows.
+#: Names of files of transitions.
 ROWS = re.compile(r"rows\.[1-9][0-9]{0,8}")
-#: What is raised where words that should describe something do not.
+#: Errors that invalid JSON values of a description cause.
 UNREADABLE = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
 _KIND = {"kind": "trl_storages", "format": 3}
+#: Upper bound of sizes and step numbers.
 MOST = 2**48
 _MOST_BYTES = 1 << 24
-# Errors of a path that is missing, or no regular file of a fitting size; others are not its damage.
+# Errors that mean a missing or an irregular file, or one that is too large; other errors are no damage.
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.ENXIO}
 _NO_FILE |= {errno.EFBIG}
 
 
-def damaged(path: Path, what: str | OSError) -> Exception:
-    """Returns the error that says how a directory is damaged; any other error of the system as it is."""
-    if isinstance(what, OSError):
-        if what.errno not in _NO_FILE:
-            return what
-        what = f"it must be a file: {what.strerror}"
-    return ValueError(f"{path} is damaged: {what}. Bring it back from a copy; nothing was changed.")
+def damaged(path: Path, reason: str | OSError) -> Exception:
+    """Returns the error for a damaged file, or the `OSError` itself if it does not mean damage."""
+    if isinstance(reason, OSError):
+        if reason.errno not in _NO_FILE:
+            return reason
+        reason = f"it must be a file: {reason.strerror}"
+    return ValueError(f"{path} is damaged: {reason}. Restore it from a copy; nothing was changed.")
 
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of `storage.json`. Never changed: a change makes a new one.
+    """The contents of `storage.json`.
 
     Args:
-        layout: of the rows.
+        layout: the layout of a transition.
         max_size, num_envs, max_entries: see `EpisodeIndex`.
-        tails: `[E]` steps before these are gone for good.
-        cursors: `[E]` steps before these are durable.
-        rows: the name of the file of rows.
-        boot: which boot of which machine wrote last.
-        inode: of the file of rows, by which a copy is told.
-        is_clean: whether all that was written was flushed.
-        state: of other parts; one too large to be read again is left out.
+        tails: `[E]` earlier steps are evicted for good.
+        cursors: `[E]` earlier steps are on the disk.
+        rows: name of the file of transitions.
+        boot: id of the machine's boot in which the directory was last written.
+        inode: inode of the file of transitions; a copy has another one.
+        is_clean: whether everything was flushed.
+        state: the state of the other components; left out if it is too large to be read again.
 
     Raises:
-        ValueError: it can't be that of a storage.
+        ValueError: the values do not describe a storage.
     """
 
     layout: Layout
@@ -78,25 +79,25 @@ class Description:
         numbers = [self.max_size, self.num_envs, *self.tails, *self.cursors]
         if self.max_entries is not None:
             numbers.append(self.max_entries)
-        if not all(type(it) is int and 0 <= it < MOST for it in numbers):
-            raise ValueError("its numbers are not those of rows")
+        if not all(type(number) is int and 0 <= number < MOST for number in numbers):
+            raise ValueError("sizes, tails and cursors must be integers from 0 to 2**48")
         if not len(self.tails) == len(self.cursors) == self.num_envs:
-            raise ValueError("its lanes are not as many as it says")
+            raise ValueError("'tails' and 'cursors' must have 'num_envs' values")
         if not (isinstance(self.rows, str) and ROWS.fullmatch(self.rows)):
-            raise ValueError("it names no file of rows")
+            raise ValueError("'rows' must be the name of a file, as in 'rows.1'")
         if not (type(self.is_clean) is bool and isinstance(self.state, dict)):
             raise ValueError("'is_clean' must be true or false, and 'state' an object")
 
     @staticmethod
     def has_room_for(state: Mapping[str, Any]) -> bool:
-        """Whether a state of other parts is small enough to be read again."""
+        """Returns whether a state of components is small enough to be read again."""
         return len(json.dumps(state)) < _MOST_BYTES // 2
 
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
 
         Raises:
-            OSError: the disk is full. Nothing has changed then.
+            OSError: the disk is full. Nothing was changed.
         """
         words = {**_KIND, **vars(self), "layout": described(self.layout)}
         if not self.has_room_for(self.state):
@@ -108,8 +109,8 @@ class Description:
         """Reads the description of a directory.
 
         Raises:
-            FileNotFoundError: it holds no storage.
-            ValueError: it is damaged, or of another format.
+            FileNotFoundError: the directory contains no storage.
+            ValueError: the description is damaged, or has another format.
         """
         path = directory / NAME
         try:
@@ -125,12 +126,12 @@ class Description:
             words = json.loads(text)
             if (got := {key: words.get(key) for key in _KIND}) != _KIND:
                 raise ValueError(
-                    f"it must be of {_KIND}, got {str(got)[:50]}; formats 1 and 2 are of 0.1 and 0.2"
+                    f"it must have {_KIND}, got {str(got)[:50]}; 0.1 and 0.2 wrote formats 1 and 2"
                 )
             if words.pop("check", None) != _check(words):
-                raise ValueError("it does not match its check")
-            own = {key: value for key, value in words.items() if key not in _KIND}
-            return cls(**{**own, "layout": layout_of(own["layout"])})
+                raise ValueError("it does not match its checksum")
+            values = {key: value for key, value in words.items() if key not in _KIND}
+            return cls(**{**values, "layout": layout_of(values["layout"])})
         except UNREADABLE as error:
             raise damaged(path, f"it does not describe a storage: {error!s:.200}") from error
 
@@ -157,22 +158,23 @@ def described(layout: Layout) -> dict[str, Any]:
 
 
 def layout_of(words: Mapping[str, Any]) -> Layout:
-    """Returns the layout that was described.
+    """Returns the layout that `described` returned as JSON.
 
     Raises:
-        One of `UNREADABLE`: there is none.
+        One of `UNREADABLE`: the words do not describe a layout.
     """
     fields: dict[Any, Any] = {}
-    for it in words["fields"]:
-        stack = [FrameStack(**it["stack"])] if "stack" in it else []
-        fields[tuple(it["key"])] = (DTYPES[it["dtype"]], _shape(it["shape"]), *stack)
+    for field_words in words["fields"]:
+        stack = [FrameStack(**field_words["stack"])] if "stack" in field_words else []
+        kind = DTYPES[field_words["dtype"]], _shape(field_words["shape"])
+        fields[tuple(field_words["key"])] = (*kind, *stack)
     nested = tuple((tuple(path), _shape(size)) for path, size in words["nested"])
     keyframes = words.get("keyframes", 0)
     if type(keyframes) is not int or not 0 <= keyframes <= BACK:
         raise ValueError(f"keyframes must be a number of entries, got {keyframes!r:.50}")
     layout = Layout(fields, nested, keyframes)
     if described(layout) != words or layout.row_words > MOST:
-        raise ValueError("its fields are not those of rows")
+        raise ValueError("its fields must be those of transitions")
     return layout
 
 

@@ -1,4 +1,4 @@
-"""A directory that holds the rows of a storage, beyond the process that wrote them."""
+"""A directory that keeps transitions after the process that wrote them has ended."""
 
 from __future__ import annotations
 
@@ -10,55 +10,53 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trl_storages.directory.description import MOST, NAME, ROWS, Description, damaged
+from trl_storages.directory.description import NAME, ROWS, Description, damaged
 from trl_storages.directory.files import NO_LINKS, WriterLock, open_regular, sync_directory
+from trl_storages.directory.recovery import recover, remove_unpublished
 from trl_storages.entries import Arena, HostEntries, Layout, arena_sizes
 from trl_storages.entries.frames import host_entries
 from trl_storages.index import EpisodeIndex
 from trl_storages.index.invariants import check_bounds, require
-from trl_storages.kernels import CONTINUES, DONE, SPLIT, checksums
+from trl_storages.kernels import checksums
 
 __all__ = ["Directory"]
 
-#: Writes rows into an index and entries.
+#: Writes transitions to an index and entries.
 Fill = Callable[[EpisodeIndex, HostEntries], None]
-# Files of a directory beside its description and its rows.
-_BESIDE = (f"{NAME}.new", "lock")
+# Further files of a directory, besides its description and its transitions.
+_OTHER_FILES = (f"{NAME}.new", "lock")
 
 
 class Directory:
-    """Rows in a file, with their index: whatever becomes of the process, they are there again.
+    """Transitions in a file, with their index, which survive the process; see `create` and `open`.
 
-    After a kill all rows are there that were written. After a power cut those are there that `flush`
-    returned from, unless they gave way since, and later ones as far as they are whole. `create` and
-    `open` make one.
+    After a kill all written transitions are stored. After a power cut those are stored that `flush` has
+    written to the disk, unless they were evicted since, and later ones if they are intact.
 
     Attributes:
         path: the directory.
-        layout: of the rows.
-        index: which rows there are.
-        rows: the rows.
-        is_open: whether it was not closed.
+        layout: the layout of a transition.
+        index: the episode index of the transitions.
+        entries: reads and writes the entries.
+        is_open: whether `close` was not called yet.
     """
 
     def __init__(
-        self, path: Path, lock: WriterLock | None, described: Description, file: int
+        self, path: Path, lock: WriterLock | None, description: Description, file: int
     ) -> None:
-        self.path, self._lock, self._described = path, lock, described
+        self.path, self._lock, self._description = path, lock, description
         self.is_open = True
-        # By which file it is other processes see whether it was replaced.
-        self._inode, self._rows_path = os.fstat(file).st_ino, str(path / described.rows)
-        # Whether a reader has found the index anew: it does not follow that of a later writer.
-        self._is_apart = False
-        self.layout = layout = described.layout
-        sizes, most = (described.max_size, described.num_envs), described.max_entries
+        # Another inode at the same path means that another process has replaced the file.
+        self._inode, self._rows_path = os.fstat(file).st_ino, str(path / description.rows)
+        # Whether this reader has recovered an index in its memory, which does not follow a later writer.
+        self._has_recovered_index = False
+        self.layout = layout = description.layout
+        sizes = description.max_size, description.num_envs
         needs = {"stack": layout.frames, "depth": layout.depth}
-        self.index = index = EpisodeIndex(*sizes, **needs, max_entries=most)
-        room = arena_sizes(layout, index, is_in_file=True)
+        self.index = index = EpisodeIndex(*sizes, **needs, max_entries=description.max_entries)
+        arena_options = arena_sizes(layout, index, is_in_file=True)
         is_writer, lazy = lock is not None, ("entries", "marks", "records")
-        self._arena = arena = Arena(**room, file=file, writable=is_writer, lazy=lazy)
+        self._arena = arena = Arena(**arena_options, file=file, writable=is_writer, lazy=lazy)
         self.entries = host_entries(layout, index, arena)
 
     @classmethod
@@ -74,23 +72,23 @@ class Directory:
         fill: Fill | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Directory:
-        """Makes a directory, and opens it to write.
+        """Creates a directory, and opens it for writing.
 
-        What it held before is there until all else is on the disk.
+        Previous contents are removed once the new contents are on the disk.
 
         Args:
-            path: the directory; it is made if it is not there.
-            layout: of the rows.
-            max_size: the number of rows, see `EpisodeIndex`.
-            num_envs: the number of lanes.
-            max_entries: room for observations, over all lanes.
-            fresh: whether the rows that the directory holds are discarded.
-            fill: writes the first rows; None leaves it empty.
-            state: of other parts, as JSON.
+            path: the directory; it is created if it does not exist.
+            layout: the layout of a transition.
+            max_size: number of transitions, see `EpisodeIndex`.
+            num_envs: number of lanes.
+            max_entries: number of observations that fit, over all lanes.
+            fresh: whether to discard previous transitions.
+            fill: writes the first transitions; None leaves the directory empty.
+            state: the state of the other components, as JSON.
 
         Raises:
-            FileExistsError: it holds something already.
-            RuntimeError: it has a writer.
+            FileExistsError: the directory contains other files, or transitions and `fresh` is False.
+            RuntimeError: the directory has a writer.
             OSError: the disk is full.
         """
         path = Path(path)
@@ -99,78 +97,81 @@ class Directory:
         lock = WriterLock(path)
         try:
             _check_free(path, fresh)
-            none = [0] * num_envs
+            zeros = [0] * num_envs
             sizes = max_size, num_envs, max_entries
-            described = Description(layout, *sizes, tails=none, cursors=none, state=state or {})
-            made = cls._made(path, lock, described, fill)
+            description = Description(layout, *sizes, tails=zeros, cursors=zeros, state=state or {})
+            directory = cls._create_file(path, lock, description, fill)
             sync_directory(path.parent)
         except BaseException:
             lock.forget()
             raise
-        return made
+        return directory
 
     @classmethod
-    def _made(
-        cls, path: Path, lock: WriterLock | None, described: Description, fill: Fill | None
+    def _create_file(
+        cls, path: Path, lock: WriterLock | None, description: Description, fill: Fill | None
     ) -> Directory:
-        """Makes another file of rows, and names it in the description once it is on the disk."""
-        number = 1 + max((int(it[5:]) for it in _rows_in(path)), default=0)
+        """Creates a file of transitions, and enters it in the description once it is on the disk."""
+        number = 1 + max((int(name[5:]) for name in _rows_in(path)), default=0)
         rows = path / f"rows.{number}"
         file = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINKS, 0o644)
         try:
-            made = cls(path, lock, replace(described, rows=rows.name), file)
+            directory = cls(path, lock, replace(description, rows=rows.name), file)
             if fill is not None:
-                fill(made.index, made.entries)
-                made.entries.write_all_checksums()
+                fill(directory.index, directory.entries)
+                directory.entries.write_all_checksums()
         except BaseException:
             rows.unlink()
             raise
         finally:
             os.close(file)
-        # So that who has seen another one tells them apart.
-        made._arena.arrays["epoch"][:] = time.time_ns()
-        made.flush()
-        made._remove_others()
-        return made
+        # A generation that no earlier file had.
+        directory._arena.arrays["epoch"][:] = time.time_ns()
+        directory.flush()
+        directory._remove_old_files()
+        return directory
 
-    def replaced(self, fill: Fill, state: Mapping[str, Any] | None) -> Directory:
-        """Returns the directory with other rows, and another state; these are not written to any more.
+    def replace_rows(self, fill: Fill, state: Mapping[str, Any] | None) -> Directory:
+        """Replaces the transitions by those that `fill` writes, and the state of the components.
+
+        Returns:
+            the directory with the new transitions; this object can no longer write.
 
         Raises:
-            OSError: the disk is full. Nothing has changed then.
+            OSError: the disk is full. Nothing was changed.
         """
         state = self.state if state is None else dict(state)
-        described = replace(self._described, state=state)
-        made = self._made(self.path, self._lock, described, fill)
+        description = replace(self._description, state=state)
+        directory = self._create_file(self.path, self._lock, description, fill)
         self._lock = None
-        return made
+        return directory
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Directory:
         """Opens a directory.
 
-        After an unclean end of the machine, or of a copy of a directory in use, the rows that are whole
-        are found anew. After a clean one not all rows are looked at: `validate` does.
+        After a power cut, and in a copy of a directory that was in use, the index is rebuilt from the
+        intact transitions. After a clean shutdown transitions are not checked; `validate` checks them.
 
         Args:
             path: the directory.
             mode: "r+" to write, "r" to read.
 
         Raises:
-            FileNotFoundError: it holds no storage.
-            RuntimeError: it has a writer, and `mode` is "r+".
-            ValueError: it is damaged.
+            FileNotFoundError: the directory contains no storage.
+            RuntimeError: the directory has another writer, and `mode` is "r+".
+            ValueError: the directory is damaged.
         """
         path = Path(path)
         lock = WriterLock(path) if mode == "r+" else None
         try:
             while True:
-                described = Description.read(path)
+                description = Description.read(path)
                 try:
-                    return cls._opened(path, lock, described)
+                    return cls._open(path, lock, description)
                 except ValueError:
-                    # Else somebody wrote meanwhile, or made it anew.
-                    if Description.read(path) == described:
+                    # Another process may have changed the directory while it was read.
+                    if Description.read(path) == description:
                         raise
         except BaseException:
             if lock:
@@ -178,8 +179,8 @@ class Directory:
             raise
 
     @classmethod
-    def _opened(cls, path: Path, lock: WriterLock | None, described: Description) -> Directory:
-        rows = path / described.rows
+    def _open(cls, path: Path, lock: WriterLock | None, description: Description) -> Directory:
+        rows = path / description.rows
         try:
             file = open_regular(rows, os.O_RDONLY if lock is None else os.O_RDWR)
         except OSError as error:
@@ -187,81 +188,80 @@ class Directory:
         try:
             if not os.fstat(file).st_size:
                 raise ValueError("it is empty")
-            opened = cls(path, lock, described, file)
-            if described.is_clean:
-                opened._check_closed()
-            is_same = described.inode == opened._inode and described.boot == _boot()
-            # A writer has checked all rows before it says which boot this is.
-            is_written = (
-                lock is None and is_same and described.boot != "" and WriterLock.is_taken(path)
-            )
-            if is_written:
-                check_bounds(opened.index.tables)
+            directory = cls(path, lock, description, file)
+            if description.is_clean:
+                directory._check_closed()
+            is_same_boot = description.inode == directory._inode and description.boot == _boot()
+            # A writer checks all transitions before it enters this boot in the description.
+            has_writer = lock is None and is_same_boot and description.boot != ""
+            has_writer = has_writer and WriterLock.is_taken(path)
+            if has_writer:
+                check_bounds(directory.index.tables)
         except (ValueError, OverflowError, MemoryError, RuntimeError) as error:
             raise damaged(rows, str(error)) from error
         finally:
             os.close(file)
-        if not (described.is_clean or is_written):
-            # Where no boot has a name, the writer doubts the index, but a reader must follow it.
-            if is_same and (described.boot or lock is None):
-                opened.validate()
+        if not (description.is_clean or has_writer):
+            # On systems without boot ids a writer recovers the index; a reader follows it as it is.
+            if is_same_boot and (description.boot or lock is None):
+                directory.validate()
                 if lock:
-                    _forget_beyond(opened.index, opened.entries)
+                    remove_unpublished(directory.index, directory.entries)
             else:
-                _recover(opened.index, opened.entries, described)
-                opened._is_apart = lock is None
+                recover(directory.index, directory.entries, description)
+                directory._has_recovered_index = lock is None
         if lock:
-            opened.flush()
-            opened._remove_others()
-        return opened
+            directory.flush()
+            directory._remove_old_files()
+        return directory
 
     def _check_closed(self) -> None:
-        """Raises an error unless lanes are as they were closed, and no slot leads out of the file."""
+        """Raises an error unless the lanes match the description, and all slots are within the file."""
         check_bounds(self.index.tables)
         lanes = self.index.tails.tolist(), self.index.cursors.tolist()
-        if lanes != (self._described.tails, self._described.cursors):
-            raise ValueError("its index is not that of a closed directory")
+        if lanes != (self._description.tails, self._description.cursors):
+            raise ValueError("its index does not match the description of the closed directory")
 
     def validate(self) -> None:
-        """Raises a ValueError if a live row is damaged, or its place in the index."""
+        """Raises a ValueError if the index or a live transition is damaged."""
         index = self.index
         try:
             index.validate()
-            lane, step, slot = index.kept()
+            lane, step, slot = index.retained_steps()
             at = index.where[slot]
             numbers = checksums.numbers(index.tables, slot, step)
-            whole = self.entries.are_intact(at) & (
+            is_intact = self.entries.are_intact(at) & (
                 self.entries.marked[0][at, checksums.NUMBER] == numbers
             )
-            require("rows are whole", whole, index.tables, lane, step)
+            require("a transition does not match its checksum", is_intact, index.tables, lane, step)
         except RuntimeError as error:
-            raise damaged(self.path / self._described.rows, str(error)) from error
+            raise damaged(self.path / self._description.rows, str(error)) from error
 
-    def _remove_others(self) -> None:
-        """Removes files of rows that were replaced, or never came to be used."""
+    def _remove_old_files(self) -> None:
+        """Removes files of transitions that the description does not name."""
         for name in _rows_in(self.path):
-            if name != self._described.rows:
+            if name != self._description.rows:
                 (self.path / name).unlink(missing_ok=True)
 
-    def newest(self) -> Directory:
-        """Returns the rows that count now: these, or those of a directory that was made anew."""
+    def reopen_if_replaced(self) -> Directory:
+        """Returns this directory, or opens it again if another process has replaced its contents."""
         try:
             inode = os.stat(self._rows_path).st_ino
         except OSError:
             inode = -1
         is_current = inode == self._inode
-        if is_current and self._is_apart:
-            is_current = Description.read(self.path) == self._described
+        if is_current and self._has_recovered_index:
+            is_current = Description.read(self.path) == self._description
         return self if is_current or not self.is_open else Directory.open(self.path, "r")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy reads, unless this one has ended before: the copy goes on in its place then.
-        return (_reopened, (self.path,)) if self.is_writer else (Directory.open, (self.path, "r"))
+        # A copy of a writer is a reader, unless the writer has ended: then the copy continues writing.
+        return (_reopen, (self.path,)) if self.is_writer else (Directory.open, (self.path, "r"))
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """Of other parts, as the last `flush` was given it."""
-        return self._described.state
+        """The state of the other components, from the last `flush`."""
+        return self._description.state
 
     @property
     def is_writer(self) -> bool:
@@ -269,56 +269,59 @@ class Directory:
         return self._lock is not None and self._lock.is_held
 
     @property
-    def is_quiescent(self) -> bool:
-        """Whether no other process may be writing, which one may begin after this one has opened it."""
-        return self.is_writer or Description.read(self.path).is_clean
+    def has_other_writer(self) -> bool:
+        """Whether another process may be writing."""
+        return not (self.is_writer or Description.read(self.path).is_clean)
 
     def check_writer(self) -> None:
         """Raises a RuntimeError if this process may not write."""
         if not self.is_writer:
             raise RuntimeError(
-                f"{self.path} is open for reading only: mode='r', closed, or in a forked process."
+                f"{self.path} is open for reading only: it was opened with mode='r', closed, or forked."
             )
 
     def flush(
         self, state: Mapping[str, Any] | None = None, *, is_clean: bool = False, tails: Any = None
     ) -> None:
-        """Waits until all rows are on the disk: they outlive a power cut.
+        """Waits until all transitions are on the disk, where they survive a power cut.
 
         Args:
-            state: of other parts, as JSON; None is that of before.
-            is_clean: whether nothing will be written from now on.
-            tails: `[E]` steps before these will not come back; None is those that are gone.
+            state: the state of the other components, as JSON; None keeps the previous one.
+            is_clean: whether this process will not write any more.
+            tails: `[E]` oldest steps that a recovery may restore; None takes the oldest live steps.
 
         Raises:
-            OSError: the disk is full. The rows are there, as after a kill.
+            OSError: the disk is full. The transitions are stored as after a kill.
         """
         tails, cursors = self.index.tails if tails is None else tails, self.index.cursors.tolist()
         self._arena.flush()
         state = self.state if state is None else dict(state)
         words = {"tails": tails.tolist(), "cursors": cursors, "state": state, "is_clean": is_clean}
-        described = replace(self._described, **words, boot=_boot(), inode=self._inode)
-        described.write(self.path)
-        self._described = described
+        description = replace(self._description, **words, boot=_boot(), inode=self._inode)
+        description.write(self.path)
+        self._description = description
 
-    def empty(self, keep_steps: int = 0) -> None:
-        """Discards all rows but the last `keep_steps` of each lane, for good.
+    def evict(self, keep_steps: int = 0) -> None:
+        """Evicts all transitions except the last `keep_steps` of each lane, durably.
 
         Raises:
-            OSError: the disk is full. Nothing has changed then.
+            OSError: the disk is full. Nothing was changed.
         """
         self.flush(tails=self.index.tails_after_evicting(keep_steps))
         self.index.evict(keep_steps)
 
     def close(self, state: Mapping[str, Any] | None = None, *, keep: bool = True) -> None:
-        """Flushes, and lets another process write; rows are read still. Without `keep` they go."""
+        """Flushes, and lets another process write; `keep=False` removes the directory.
+
+        The transitions can still be read.
+        """
         if not keep:
             self.check_writer()
         try:
             if not keep:
-                for name in (NAME, *_rows_in(self.path), *_BESIDE):
+                for name in (NAME, *_rows_in(self.path), *_OTHER_FILES):
                     (self.path / name).unlink(missing_ok=True)
-                with suppress(OSError):  # of what others keep there
+                with suppress(OSError):  # the directory contains other files
                     self.path.rmdir()
             elif self.is_writer:
                 self.flush(state, is_clean=True)
@@ -328,76 +331,15 @@ class Directory:
                 self._lock.forget()
 
 
-def _reopened(path: Path) -> Directory:
-    """Opens the directory of a pickled writer: to write, unless it has a writer."""
+def _reopen(path: Path) -> Directory:
+    """Opens the directory of a pickled writer: for writing, unless it has another writer."""
     with suppress(RuntimeError):
         return Directory.open(path, "r+")
     return Directory.open(path, "r")
 
 
-def _forget_beyond(index: EpisodeIndex, rows: HostEntries) -> None:
-    """Removes marks of steps that a killed writer did not publish.
-
-    Their numbers are given to other steps from now on.
-    """
-    marks = rows.marked[0]
-    steps, _, _ = checksums.steps_of(marks[:, checksums.NUMBER])
-    marks[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
-
-
-def _recover(index: EpisodeIndex, rows: HostEntries, described: Description) -> None:
-    """Fills an index with the rows that are whole, and removes all other marks.
-
-    Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
-    there, the newest.
-
-    Args:
-        index: any contents.
-        rows: with marks, see `kernels.checksums`.
-        described: says which steps don't count any more, and which were flushed.
-    """
-    marks, k, M = rows.marked[0], index.stack, index.entries_per_lane
-    steps, begins, done = checksums.steps_of(marks[:, checksums.NUMBER])
-    place = np.tile(np.arange(M), index.num_envs)
-    fits = (steps >= 0) & (steps < MOST) & (place >= k - 1) & (place + 1 < M)
-    at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
-    at = at[rows.are_intact(at)]
-    index.reset()
-    kept = np.zeros(len(marks), bool)
-    begins_of = np.searchsorted(at, np.arange(index.num_envs + 1) * M).tolist()
-    for lane, flushed in enumerate(described.cursors):
-        its = at[begins_of[lane] : begins_of[lane + 1]]
-        its = its[_chosen(steps[its], flushed, index.steps_per_lane)]
-        if not len(its):
-            continue
-        kept[its] = True
-        ends = np.where(done[its], DONE, CONTINUES)
-        if not done[its[-1]]:
-            ends[-1] = SPLIT  # who knows what came behind it
-        first = int(steps[its[0]])
-        index.set_lane(
-            *(lane, steps[its], place[its], begins[its], ends),
-            first=first - (not begins[its[0]]),
-            tail=first,
-        )
-    # Where a file has no room every mark is zero: nothing is written there.
-    marks[(marks[:, checksums.NUMBER] != 0) & ~kept, checksums.NUMBER] = 0
-
-
-def _chosen(steps: np.ndarray, flushed: int, most: int) -> np.ndarray:
-    """Returns which of the steps of a lane count, in their order."""
-    run, order = np.unique(steps, return_index=True)
-    holes = np.flatnonzero(np.diff(run) != 1) + 1
-    bounds = np.concatenate([[0], holes, [len(run)]])
-    at = int(np.searchsorted(run, flushed - 1))
-    is_there = at < len(run) and run[at] == flushed - 1
-    which = int(np.searchsorted(holes, at, "right")) if is_there else len(holes)
-    begin, end = bounds[which], bounds[which + 1]
-    return order[max(begin, end - most) : end]
-
-
 def _boot() -> str:
-    """Returns which boot of which machine this is, "" if the system does not say."""
+    """Returns the id of this boot of this machine; "" on systems without such ids."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -405,14 +347,14 @@ def _boot() -> str:
 
 
 def _rows_in(path: Path) -> list[str]:
-    return [it.name for it in path.iterdir() if ROWS.fullmatch(it.name)]
+    return [file.name for file in path.iterdir() if ROWS.fullmatch(file.name)]
 
 
 def _check_free(path: Path, fresh: bool) -> None:
-    """Raises a FileExistsError unless a directory is empty, or holds a storage that may be discarded."""
-    found = {it.name for it in path.iterdir()}
-    if NAME in found and fresh:
+    """Raises a FileExistsError unless a directory is empty, or contains a storage to discard."""
+    names = {file.name for file in path.iterdir()}
+    if NAME in names and fresh:
         return
-    if others := found - {*_rows_in(path), *_BESIDE}:
-        instead = ", or be made fresh=True" if NAME in found else ""
-        raise FileExistsError(f"{path} must be empty{instead}, got one with {sorted(others)[:5]}.")
+    if blocking := names - {*_rows_in(path), *_OTHER_FILES}:
+        advice = ", or pass fresh=True to discard its contents" if NAME in names else ""
+        raise FileExistsError(f"{path} must be empty{advice}; it contains {sorted(blocking)[:5]}.")

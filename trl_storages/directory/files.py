@@ -1,4 +1,4 @@
-"""Files: regular ones alone, after a crash the old text or the new; locks of the system's."""
+"""Regular files, atomic and durable replacement of text files, and locks of the operating system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 try:
     import fcntl
 except ImportError:
-    # Rows in memory need no file locks.
+    # Transitions in memory need no file locks.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
@@ -51,22 +51,22 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_text(path: Path, most: int) -> bytes:
-    """Reads a regular file of at most so many bytes.
+    """Reads a regular file of at most `most` bytes.
 
     Raises:
         OSError: as `open_regular`, or the file is larger.
     """
     with open(open_regular(path), "rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+        text = file.read(most + 1)
+    if len(text) > most:
         raise OSError(errno.EFBIG, f"more than {most:,} bytes")
-    return found
+    return text
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a text file atomically and durably: after a crash it holds the old text or the new."""
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # a leftover, perhaps a link, which must not be followed
+    new.unlink(missing_ok=True)  # a leftover may be a link, which must not be followed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS
     try:
         with open(os.open(new, flags, 0o644), "wb") as file:
@@ -93,30 +93,30 @@ _HELD: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 class WriterLock:
-    """The lock of the writer of a directory; the system frees it when the process ends.
+    """The lock of the writer of a directory; the system releases it when the process ends.
 
-    A forked child does not hold it.
+    A forked child does not hold the lock.
 
     Args:
         directory: an existing directory.
 
     Raises:
-        RuntimeError: another writer holds it, or the platform has no locks.
+        RuntimeError: another writer holds the lock, or the platform has no file locks.
         OSError: the directory can't be written to.
     """
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = -1
         if fcntl is None:
-            raise RuntimeError("rows in a directory need POSIX file locks; keep them in memory.")
+            raise RuntimeError("path= needs POSIX file locks: keep transitions in memory.")
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | NO_LINKS, 0o644)
-        # Storages are in reference cycles: an unused one may hold the lock until it is collected; and a
-        # reader that asks whether there is a writer holds it for a moment.
+        # A storage is in a reference cycle, so an unused one may hold the lock until it is collected. A
+        # reader that calls `is_taken` holds the lock for a moment.
         if not (self._locks() or (gc.collect() >= 0 and self._locks())):
             self.forget()
             raise RuntimeError(
-                f"{directory} has a writer already, and there can be one only: close() it, or open the "
-                "directory with mode='r'."
+                f"{directory} has a writer already. close() the other writer, or open the directory with "
+                "mode='r'."
             )
         _HELD.add(self)
 
@@ -127,7 +127,7 @@ class WriterLock:
 
     @staticmethod
     def is_taken(directory: Path) -> bool:
-        """Whether a process has a directory open to write."""
+        """Returns whether a process has a directory open for writing."""
         try:
             with open(open_regular(directory / "lock"), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,7 +143,7 @@ class WriterLock:
         return True
 
     def forget(self) -> None:
-        """Closes this process's copy of the lock; it is free when all are closed."""
+        """Closes this process's copy of the lock. The lock is released once all copies are closed."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -161,10 +161,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class ProcessLock:
-    """A lock between processes, which forked ones share; the system releases it when its holder dies.
+    """A lock between processes, which forked processes share; the system releases it if the holder dies.
 
-    It is a record lock of a file, which belongs to a process: its threads need a lock of their own, to
-    be taken before. It is pickled for spawned processes while this one lives.
+    It is a record lock of a file. A record lock belongs to a process, so the threads of a process must
+    take a lock of their own first. The lock can be pickled for a spawned process while this one lives.
 
     Raises:
         RuntimeError: the platform has no file locks.
@@ -186,12 +186,12 @@ class ProcessLock:
         """Waits for the lock; returns the context in which this process holds it.
 
         A record lock is released when its process closes any descriptor of the file. The context is such
-        a descriptor: its exit is written in C, so that no interrupt comes between exit and release.
+        a descriptor, because its exit is written in C: no interrupt can come between exit and release.
         """
         held, process = self._held
         file = held()
         if process == os.getpid() and file is not None and not file.closed:
-            return nullcontext()  # methods that hold it call others that take it
+            return nullcontext()  # the lock is reentrant
         file = FileIO(os.dup(self._file), "r+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX)

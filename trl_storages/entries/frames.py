@@ -154,7 +154,7 @@ class FrameEntries(HostEntries):
 
     def write_all_checksums(self) -> None:
         """Marks the entries of all steps, in a file that was filled."""
-        _, steps, slots = self._index.kept()
+        _, steps, slots = self._index.retained_steps()
         at, marks = self._index.where[slots], self.marked[0]
         needed, found = self._checked(at)
         marks[needed] = 0

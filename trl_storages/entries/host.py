@@ -214,7 +214,7 @@ class HostEntries:
 
     def write_all_checksums(self) -> None:
         """Marks the entries of all steps, in a file that was filled."""
-        _, steps, slots = self._index.kept()
+        _, steps, slots = self._index.retained_steps()
         at = self._index.where[slots]
         how = np.full(len(at), DISCONTINUITY, np.uint8)
         how[1:][np.diff(at) == 1] = SHARED

@@ -1,4 +1,4 @@
-"""Which entries are which steps of which episodes."""
+"""The episode index: which slot and entry hold which step of which episode."""
 
 from trl_storages.index.episode_index import Changes, EmptyError, EpisodeIndex, Snapshot
 

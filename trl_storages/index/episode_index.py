@@ -1,13 +1,13 @@
-"""The episode index of the lanes of a storage, on the host wherever the rows are.
+"""The episode index of a storage. It is on the host, also if the transitions are on a GPU.
 
 Letters: E lanes (environments), T steps a lane, M entries a lane, k frames a stack, B any number of
-slots, n rows of a window, S rows of a sequence.
+slots, n transitions of an n-step window, S transitions of a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +20,25 @@ from trl_storages.validation import deprecated_method
 __all__ = ["Changes", "EmptyError", "EpisodeIndex", "Snapshot"]
 
 _NO_STEPS = np.empty(0)
-#: A lane keeps room for this many steps more than it holds, so that a block never takes from live ones.
+#: A lane has entries for at least this many more steps than it holds, so that a batch of steps does not
+#: overwrite entries of live steps.
 _LEAST_SLACK = 64
 
+#: int64 slots: methods return an array for an array, and a tensor for a tensor.
+Slots = TypeVar("Slots", torch.Tensor, np.ndarray)
 
-Slots = torch.Tensor | np.ndarray
 
-
-def _like(slots: Slots, found: np.ndarray) -> Any:
-    """Returns what was found as what was asked: an array, or a tensor."""
-    return torch.from_numpy(found) if isinstance(slots, torch.Tensor) else found
+def _like(slots: Slots, values: np.ndarray) -> Any:
+    """Returns values as a tensor if the slots are one, else as they are."""
+    return torch.from_numpy(values) if isinstance(slots, torch.Tensor) else values
 
 
 class EmptyError(RuntimeError):
-    """Nothing is stored yet, or any more, that could be drawn."""
+    """The storage contains no transition, or no episode, that can be sampled."""
 
 
 class Snapshot(NamedTuple):
-    """A snapshot of which steps were live, for `EpisodeIndex.since` to compare with."""
+    """Which steps were live at one moment; `EpisodeIndex.changes_since` compares it with the present."""
 
     generation: int
     lanes: np.ndarray
@@ -45,42 +46,45 @@ class Snapshot(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What has changed since a snapshot, as slots.
+    """Slots whose steps were evicted, and slots that were written, since a snapshot.
 
-    A slot that was taken by another step is in both: go through `gone` before `new`.
+    A slot that was overwritten is in both: process `evicted` before `written`.
     """
 
-    gone: np.ndarray
-    new: np.ndarray
+    evicted: np.ndarray
+    written: np.ndarray
 
 
 class EpisodeIndex:
-    """Knows for every slot which step of which episode it holds, and where its entry is.
+    """Maps each slot to its step, its episode and its entry.
 
-    The steps of a lane are numbered from 0 as they are written. Step s of lane e is in *slot*
-    `e T + s mod T`, which is what samplers draw, and its observation and values are in an *entry*, which
-    is what rows are read from. A lane's *cursor* is the number of its next step, its *tail* that of its
-    oldest live one: these two words are its whole state. An episode ends where `done` is true, and is cut
-    where the next step of its lane does not belong to it. A cut or a running episode is a correct,
-    shorter one.
+    A *lane* is the stream of one environment. Its steps are numbered from 0 in the order of writing.
+    Step s of lane e is in *slot* `e T + s mod T`. Samplers draw slots. The observation and the values of
+    a step are in an *entry* of the lane's stream.
 
-    A write counts once its cursor is stored: every answer is about such steps. Nobody is told of new
-    rows; who needs to know asks `since`.
+    A lane's *cursor* is the number of its next step. Its *tail* is the number of its oldest live step.
+    These two words are the whole state of a lane. A step counts as written once the cursor is stored
+    after it.
+
+    An episode ends where `done` is true. It is split where the next step of its lane does not continue
+    it. A split or a running episode is treated as a correct, shorter episode.
+
+    There are no write callbacks: a consumer keeps a `Snapshot`, and calls `changes_since`.
 
     Args:
-        capacity: the number of rows, rounded down to a multiple of `num_envs`.
+        capacity: number of transitions, rounded down to a multiple of `num_envs`.
         num_envs: E.
-        stack: k, how many entries an observation is made of.
-        depth: how many entries up to its own a step needs, to read its observation; None is k.
-        max_entries: room for observations, over all lanes; None is enough for `capacity` rows whatever
-            they are, of which memory is taken for those that are there.
+        stack: k, number of entries of which an observation consists.
+        depth: number of entries, up to its own, from which the observation of a step is read; None is k.
+        max_entries: number of entries over all lanes; None is enough for any `capacity` transitions.
+            Memory is used only for entries that are stored.
 
     Raises:
-        ValueError: a lane has fewer than two steps, or too few entries to write one.
+        ValueError: a lane has fewer than two steps, or too few entries to write one step.
 
     >>> index = EpisodeIndex(8)
     >>> len(index), index
-    (0, EpisodeIndex(capacity=8, num_envs=1, 0 rows))
+    (0, EpisodeIndex(capacity=8, num_envs=1, 0 transitions))
     """
 
     def __init__(
@@ -101,43 +105,43 @@ class EpisodeIndex:
         self.depth = depth = stack if depth is None else depth
         slack = max(self.steps_per_lane // 4, _LEAST_SLACK)
         enough = (stack + 1) * (self.steps_per_lane + slack) + depth - stack
-        #: M, and whether that is enough for any rows.
+        #: M, and whether it is enough for T transitions of any episode lengths.
         self.entries_per_lane = enough if max_entries is None else max_entries // num_envs
         self.is_roomy = self.entries_per_lane >= enough
-        # A block takes at most k entries, and k + 1 more for each step. It lies behind the last step or,
-        # where there is no room for it, at the lane's beginning: there it does not touch what that step
-        # needs, as long as it takes half of the other entries at most.
+        # A batch of steps takes at most k entries, and k + 1 more per step. It is written after the last
+        # step or, if the lane has no room there, at the beginning of the lane. A batch at the beginning
+        # does not overwrite the entries of the last step if it takes at most half of the other entries.
         fitting = ((self.entries_per_lane - depth) // 2 - stack) // (stack + 1)
         if fitting < 1:
             raise ValueError(
                 f"max_entries must be at least {num_envs * (4 * stack + depth + 2)}, got {max_entries}."
             )
-        #: How many steps of a lane may be written at once: few enough that its last step stays, whatever
-        #: becomes of the write, and that with enough entries no step is evicted early.
+        #: Largest number of steps of a lane that one write may contain. The last step survives an
+        #: interrupted write of this size, and no step is evicted early if `is_roomy`.
         self.most_steps = min(self.steps_per_lane // 2, slack - 1, fitting)
         shapes = self.table_shapes()
         self.use({name: np.zeros(shape, dtype) for name, (dtype, shape) in shapes.items()})
 
     def use(self, tables: Mapping[str, np.ndarray]) -> None:
-        """Takes other arrays for the tables, of `table_shapes`, with what they say."""
+        """Replaces the tables by arrays of `table_shapes`, and adopts their contents."""
         self._lanes, self._epoch = tables["lanes"], tables["epoch"]
-        #: `[1]` which changes whenever who writes sets priorities of rows.
+        #: `[1]`, changes whenever the writer sets priorities.
         self.num_updates: np.ndarray = self._epoch[1:]
-        #: What `kernels` calls an index.
-        self.tables: tuple[Any, ...] = (
+        #: The argument `index` of `kernels`.
+        self.tables: tuple[np.ndarray | int, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
             *(self.steps_per_lane, self.entries_per_lane, self.stack, tables["priorities"]),
             self.depth,
         )
-        #: Of each slot its entry, the number of its episode modulo T + 1, and how it ends.
+        #: The entry of each slot, the number of its episode modulo T + 1, and its end: see `kernels`.
         self.where: np.ndarray = tables["where"]
         self.episode: np.ndarray = tables["episode"]
         self.ends: np.ndarray = tables["ends"]
-        #: Their raw priorities; 0, or what can't be one, says that none was set.
+        #: The raw priority of each slot; 0 or an invalid value if no priority was set.
         self.priorities: np.ndarray = tables["priorities"]
-        #: The first and the last step of each episode, by lane and number.
+        #: `[E, T + 1, 2]` the first and the last step of each episode.
         self.spans: np.ndarray = tables["spans"]
-        #: `[E]` steps ever written, and the oldest live step of each lane.
+        #: `[E]` the number of the next step, and of the oldest live step.
         self.cursors: np.ndarray = self._lanes[:, CURSOR]
         self.tails: np.ndarray = self._lanes[:, TAIL]
 
@@ -163,12 +167,12 @@ class EpisodeIndex:
 
     @property
     def generation(self) -> int:
-        """A number that changes whenever all rows give way at once."""
+        """A number that changes whenever all transitions are evicted at once."""
         return int(self._epoch[0])
 
     @property
     def fill(self) -> np.ndarray:
-        """`[E]` live steps."""
+        """`[E]` number of live steps."""
         firsts, ends = self._live()
         return ends - firsts
 
@@ -177,12 +181,12 @@ class EpisodeIndex:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot holds a row."""
+        """Whether every slot holds a transition."""
         return len(self) == self.capacity
 
     @property
     def is_open(self) -> np.ndarray:
-        """`[E]` whether the next step of each lane goes on with the episode of its last one."""
+        """`[E]` whether the next step of each lane continues the episode of its last step."""
         return (self.cursors > 0) & (self.ends[self.newest_slots()] == CONTINUES)
 
     def newest_slots(self) -> np.ndarray:
@@ -190,11 +194,11 @@ class EpisodeIndex:
         return self.slots_of(np.arange(self.num_envs), self.cursors - 1)
 
     def slots_of(self, lanes: Any, steps: np.ndarray) -> np.ndarray:
-        """Returns the slots of some steps of lanes, `[*B]`."""
+        """Returns the slots `[*B]` of steps of lanes."""
         return lanes * self.steps_per_lane + steps % self.steps_per_lane
 
     def end_episodes(self, lanes: Sequence[int] | np.ndarray | None = None) -> None:
-        """Cuts the running episodes of some lanes, or of all: their next steps begin new ones."""
+        """Splits the running episodes of some lanes, or of all: their next steps begin new episodes."""
         is_open = self.is_open
         if lanes is not None:
             chosen = np.zeros(self.num_envs, bool)
@@ -203,59 +207,62 @@ class EpisodeIndex:
         self.ends[self.newest_slots()[is_open]] = SPLIT
 
     def evict(self, keep_steps: int = 0) -> None:
-        """Evicts all steps but the last `keep_steps` of each lane; those that come have other numbers."""
+        """Evicts all steps except the last `keep_steps` of each lane. Step numbers are not reused."""
         if not keep_steps:
             self.end_episodes()
             self._epoch[0] += 1
         self.tails[:] = self.tails_after_evicting(keep_steps)
 
     def tails_after_evicting(self, keep_steps: int) -> np.ndarray:
-        """Returns the oldest live steps `[E]` if all but the last `keep_steps` of each lane were gone."""
+        """Returns the tails `[E]` that `evict(keep_steps)` would set."""
         return np.maximum(self.tails, self.cursors - keep_steps)
 
     def evict_to_first_slots(self) -> None:
-        """Evicts all steps; those that come are in the first slots of their lanes, with other numbers."""
+        """Evicts all steps. The next steps are in the first slots of their lanes, with new numbers."""
         self.evict()
         T, newest = self.steps_per_lane, self.where[self.newest_slots()]
         for lane in np.flatnonzero(self.cursors).tolist():
-            # As if all slots up to the end of the lane had been used.
+            # The newest step is numbered as if all slots up to the end of the lane had been used.
             end = -(-int(self.cursors[lane]) // T) * T
-            place, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([SPLIT])
+            position, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([SPLIT])
             last, begins = np.array([end - 1]), np.array([True])
-            self.set_lane(lane, last, place, begins, ends, first=last[0], tail=end)
+            self.restore_lane(lane, last, position, begins, ends, first=last[0], tail=end)
 
     def reset(self) -> None:
-        """Begins anew, without steps."""
+        """Evicts all steps, and numbers steps from 0 again."""
         self._epoch[0] += 1
         self._lanes[:] = 0
 
-    def set_lane(
+    def restore_lane(
         self,
         lane: int,
         steps: np.ndarray,
-        places: np.ndarray,
+        positions: np.ndarray,
         begins: np.ndarray,
         ends: np.ndarray,
         *,
         first: int,
         tail: int,
     ) -> np.ndarray:
-        """Makes some steps, which follow one another, the only ones of a lane; returns their slots `[N]`.
+        """Replaces the steps of a lane by consecutive steps.
 
         Args:
-            lane: its number.
-            steps: `[N]` their numbers, N at least 1 and at most T.
-            places: `[N]` their entries within the lane.
-            begins: `[N]` whether each begins an episode.
+            lane: number of the lane.
+            steps: `[N]` numbers of the steps, N at least 1 and at most T.
+            positions: `[N]` entries of the steps, counted from the beginning of the lane.
+            begins: `[N]` whether each step begins an episode.
             ends: `[N]` as in `kernels`.
-            first: the first step of the episode of the oldest, which may be gone.
-            tail: the oldest of them that is live.
+            first: the first step of the oldest episode, which may be evicted.
+            tail: the oldest live step.
+
+        Returns:
+            `[N]` slots.
         """
         slots = self.slots_of(lane, steps)
         is_first = begins.copy()
         is_first[0] = True
         firsts = steps[is_first]
-        self.where[slots] = places + lane * self.entries_per_lane
+        self.where[slots] = positions + lane * self.entries_per_lane
         self.episode[slots], self.ends[slots] = is_first.cumsum() - 1, ends
         spans = self.spans[lane]
         spans[: len(firsts), FIRST] = firsts
@@ -264,110 +271,112 @@ class EpisodeIndex:
         self._lanes[lane] = steps[-1] + 1, tail
         return slots
 
-    def kept(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns lane, step and slot `[N]` of live steps, and of the newest of a lane without any."""
-        return invariants.kept(self.tables)
+    def retained_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns lane, step and slot `[N]` of live steps, and of the newest step of empty lanes."""
+        return invariants.retained_steps(self.tables)
 
-    def since(self, seen: Snapshot | None) -> tuple[Changes | None, Snapshot]:
-        """Returns what has changed since, None if nothing has, and what is seen now."""
+    def changes_since(self, snapshot: Snapshot | None) -> tuple[Changes | None, Snapshot]:
+        """Returns the changes since a snapshot, or None if there are none, and a snapshot of now."""
         now = Snapshot(int(self._epoch[0]), self._lanes.copy())
-        before = seen or Snapshot(now.generation, np.zeros_like(now.lanes))
-        began_anew = before.generation != now.generation
-        if not began_anew and before.lanes.tobytes() == now.lanes.tobytes():
+        before = snapshot or Snapshot(now.generation, np.zeros_like(now.lanes))
+        is_reset = before.generation != now.generation
+        if not is_reset and before.lanes.tobytes() == now.lanes.tobytes():
             return None, now
-        return Changes(*draws.changes(self.tables, before.lanes, now.lanes, began_anew)), now
+        return Changes(*draws.changes(self.tables, before.lanes, now.lanes, is_reset)), now
 
     def _live(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the tails and the cursors `[E]` of one moment; another process may be writing."""
+        """Returns tails and cursors `[E]` of one moment, because another process may be writing."""
         cursors = self.cursors.copy()
         return np.minimum(self.tails, cursors), cursors
 
-    # Answers: all rows as tensors, and of slots that are asked for, on the host, tensors of tensors and
-    # arrays of arrays
+    # Queries. Slots are on the host: a tensor of slots returns a tensor, an array returns an array.
 
     def live_slots(self) -> torch.Tensor:
-        """Returns the slots of all rows, lane by lane, oldest first, `[len]` int64."""
+        """Returns the slots of all transitions, lane by lane, oldest first, `[len]` int64."""
         return torch.from_numpy(draws.slots_between(self.tables, *self._live()))
 
     def slots_by_age(self) -> torch.Tensor:
-        """Returns the slots of all rows, oldest first: by how many steps of their lane came after."""
+        """Returns the slots of all transitions, oldest first; age counts later steps of the lane."""
         firsts, ends = self._live()
         slots = draws.slots_between(self.tables, firsts, ends)
-        age = np.concatenate([np.arange(rows, 0, -1) for rows in ends - firsts])
+        age = np.concatenate([np.arange(num_steps, 0, -1) for num_steps in ends - firsts])
         return torch.from_numpy(slots[np.argsort(-age, kind="stable")])
 
     def check_filled(self) -> None:
-        """Raises an EmptyError if there are no rows."""
+        """Raises an EmptyError if the storage is empty."""
         if not draws.num_live(self._lanes):
-            raise EmptyError("the storage is empty: write rows with record() or extend() first.")
+            raise EmptyError("the storage is empty: write steps with record() or extend() first.")
 
     def check_live(self, slots: Slots, tails: np.ndarray | None = None) -> None:
-        """Raises an IndexError if a slot holds no row that is live, or was when these were the tails."""
-        slots = np.asarray(slots)
-        fits = (slots >= 0) & (slots < self.capacity)
-        if fits.all():
-            steps, oldest = self.steps_of(slots), self.tails if tails is None else tails
-            fits = steps >= oldest[slots // self.steps_per_lane]
-        if not fits.all():
-            at = int(fits.argmin())
-            raise IndexError(f"slots must hold live rows, got {int(slots[at])} at place {at}.")
+        """Raises an IndexError if a slot holds no live transition; `tails` replaces the current ones."""
+        array = np.asarray(slots)
+        is_live = (array >= 0) & (array < self.capacity)
+        if is_live.all():
+            steps, oldest = self.steps_of(array), self.tails if tails is None else tails
+            is_live = steps >= oldest[array // self.steps_per_lane]
+        if not is_live.all():
+            at = int(is_live.argmin())
+            raise IndexError(f"slot {int(array[at])} at position {at} holds no valid transition.")
 
-    def bounds(self, slots: Slots) -> Any:
-        """Returns how far it is from each row to where its episode and its lane begin and end.
+    def bounds(self, slots: Slots) -> Slots:
+        """Returns the distances from each transition to the bounds of its episode and its lane.
 
         Returns:
-            `[B, 4]` int64 steps, negative ones back: to the first step of its episode, which may be
-            evicted, to the last one so far, and to the oldest and the newest live step of its lane.
+            `[B, 4]` int64 steps, negative to earlier steps: to the first step of the episode, which may
+            be evicted, to the last step so far, and to the oldest and the newest live step of the lane.
         """
         return _like(slots, draws.bounds(self.tables, np.asarray(slots)))
 
-    def num_after(self, slots: Slots) -> Any:
-        """Returns how many rows of its episode come after each row, `[B]` int64: of the last one 0."""
+    def num_after(self, slots: Slots) -> Slots:
+        """Returns the number of later transitions in the same episode, `[B]` int64."""
         return self.bounds(slots)[:, draws.END]
 
-    def num_before(self, slots: Slots) -> Any:
-        """Returns how many rows of its episode that are still stored came before each row, `[B]`."""
-        found = draws.bounds(self.tables, np.asarray(slots))
-        return _like(slots, -np.maximum(found[:, draws.BEGIN], found[:, draws.OLDEST]))
+    def num_before(self, slots: Slots) -> Slots:
+        """Returns the number of earlier transitions of the same episode that are stored, `[B]` int64."""
+        bounds = draws.bounds(self.tables, np.asarray(slots))
+        return _like(slots, -np.maximum(bounds[:, draws.BEGIN], bounds[:, draws.OLDEST]))
 
-    def is_done(self, slots: Slots) -> Any:
-        """Returns whether each row ends its episode, `[B]` bool."""
+    def is_done(self, slots: Slots) -> Slots:
+        """Returns whether each transition ends its episode, `[B]` bool."""
         return _like(slots, self.ends[np.asarray(slots)] == DONE)
 
-    def lanes_of(self, slots: Slots) -> Any:
-        """Returns the lane of each row, `[B]` int64."""
+    def lanes_of(self, slots: Slots) -> Slots:
+        """Returns the lane of each transition, `[B]` int64."""
         return slots // self.steps_per_lane
 
-    def steps_of(self, slots: Slots) -> Any:
-        """Returns the step of its lane that each row is, `[*B]` int64."""
-        given = np.asarray(slots)
-        newest = self.cursors[given // self.steps_per_lane] - 1
-        return _like(slots, newest - (newest - given) % self.steps_per_lane)
+    def steps_of(self, slots: Slots) -> Slots:
+        """Returns the step number of each transition within its lane, `[*B]` int64."""
+        array = np.asarray(slots)
+        newest = self.cursors[array // self.steps_per_lane] - 1
+        return _like(slots, newest - (newest - array) % self.steps_per_lane)
 
     def overwritten(self, slots: np.ndarray, cursors: np.ndarray) -> np.ndarray:
-        """Returns which rows gave way, `[B]` bool, such as while a reader copied them.
+        """Returns which transitions were overwritten since, such as while a reader copied them.
 
         Args:
-            slots: `[B]` of the rows.
-            cursors: `[E]` those of the moment when they were live.
+            slots: `[B]` slots of the transitions.
+            cursors: `[E]` cursors of the moment when the transitions were live.
+
+        Returns:
+            `[B]` bool.
         """
-        stale = np.empty(len(slots), bool)
-        entries.find_overwritten(self.tables, slots, cursors, stale)
-        return stale
+        is_overwritten = np.empty(len(slots), bool)
+        entries.find_overwritten(self.tables, slots, cursors, is_overwritten)
+        return is_overwritten
 
-    def shift(self, slots: Slots, steps: Slots) -> Any:
-        """Returns the slots `steps` later in their lanes, `[*B]`; the caller stays among live rows."""
-        place = slots % self.steps_per_lane
-        return slots - place + (place + steps) % self.steps_per_lane
+    def shift(self, slots: Slots, steps: Slots) -> Slots:
+        """Returns the slots `steps` later in their lanes, `[*B]`; the caller keeps to live steps."""
+        offset = slots % self.steps_per_lane
+        return slots - offset + (offset + steps) % self.steps_per_lane
 
-    # Draws, in arrays
+    # Sampling, in arrays
 
     def draw(self, noise: np.ndarray, window: int | None = None) -> np.ndarray:
-        """Draws live rows uniformly, with replacement.
+        """Samples live transitions uniformly, with replacement.
 
         Args:
             noise: `[B]` int64 random numbers of 63 bits.
-            window: how many of the newest steps of each lane to draw from; None is all.
+            window: number of newest steps of each lane to sample from; None samples from all.
 
         Returns:
             `[B]` int64 slots.
@@ -378,7 +387,7 @@ class EpisodeIndex:
         return slots
 
     def window_of(self, count: int) -> int:
-        """Returns the least w such that the newest w steps of each lane are at least `count`."""
+        """Returns the smallest w for which the newest w steps of all lanes are at least `count`."""
         return draws.window_of(self.tables, count)
 
     def goals(
@@ -388,34 +397,36 @@ class EpisodeIndex:
         kinds: np.ndarray,
         steps: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Draws the rows whose achieved goals become the new goals; see `kernels.draws.goals`."""
-        found, steps = np.empty(len(slots), np.int64), _NO_STEPS if steps is None else steps
-        draws.goals(self.tables, slots, noise, kinds, steps, found)
-        return found
+        """Samples the transitions whose achieved goals are the new goals; see `kernels.draws.goals`."""
+        goals, steps = np.empty(len(slots), np.int64), _NO_STEPS if steps is None else steps
+        draws.goals(self.tables, slots, noise, kinds, steps, goals)
+        return goals
 
     def windows(self, slots: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each row with those that follow it in its episode.
+        """Returns n-step windows: each transition with those that follow in its episode.
 
         Returns:
-            `[n, B]` int64 slots, the last row of the episode repeated; and `[B]` int64, how many
-            different rows there are.
+            `[n, B]` int64 slots, in which the last transition of the episode is repeated; and the number
+            of different transitions of each window, `[B]` int64.
         """
-        rows, lengths = np.empty((num_rows, len(slots)), np.int64), np.empty(len(slots), np.int64)
-        draws.windows(self.tables, slots, rows, lengths)
-        return rows, lengths
+        size = len(slots)
+        windows, lengths = np.empty((num_rows, size), np.int64), np.empty(size, np.int64)
+        draws.windows(self.tables, slots, windows, lengths)
+        return windows, lengths
 
     def sequences(
         self, slots: np.ndarray, burn_in: int, num_steps: int, boundary: str
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the rows around each one, `[B, S]`, which are asked for, and which begin an episode.
+        """Returns sequences around transitions, in time order; see `kernels.draws.sequences`.
 
-        See `kernels.draws.sequences`.
+        Returns:
+            `[B, S]` int64 slots, whether each is valid, and whether each begins an episode.
         """
-        rows = np.empty((len(slots), num_steps), np.int64)
-        valid, begins = np.empty(rows.shape, bool), np.empty(rows.shape, bool)
-        how = draws.BOUNDARIES.index(boundary)
-        draws.sequences(self.tables, slots, burn_in, how, rows, valid, begins)
-        return rows, valid, begins
+        sequences = np.empty((len(slots), num_steps), np.int64)
+        valid, begins = np.empty(sequences.shape, bool), np.empty(sequences.shape, bool)
+        number = draws.BOUNDARIES.index(boundary)
+        draws.sequences(self.tables, slots, burn_in, number, sequences, valid, begins)
+        return sequences, valid, begins
 
     # Episodes
 
@@ -423,11 +434,11 @@ class EpisodeIndex:
         """Lists the episodes, lane by lane, oldest first.
 
         Returns:
-            TensorDict `[n]` with int64 `first` (slot), `length` (surviving rows), `lane`, and bool
-            `finished` (by a done step) and `whole` (no row evicted).
+            TensorDict `[n]` with int64 `first` (slot), `length` (stored transitions), `lane`, and bool
+            `finished` (by a done step) and `whole` (no transition evicted).
         """
         names = ("first", "length", "finished", "whole", "lane")
-        columns = dict(zip(names, map(torch.from_numpy, self._look_up()), strict=True))
+        columns = dict(zip(names, map(torch.from_numpy, self._episode_columns()), strict=True))
         return TensorDict(columns, batch_size=[len(columns["lane"])])
 
     # Removed in 0.6.
@@ -438,48 +449,44 @@ class EpisodeIndex:
     @property
     def num_episodes(self) -> int:
         """The number of episodes that have live steps."""
-        return int(self._numbers(*self._live())[1].sum())
+        return int(self._numbering(*self._live())[1].sum())
 
-    def _numbers(self, tails: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the number of the oldest episode of each lane `[E]`, and how many there are `[E]`."""
+    def _numbering(self, tails: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the number of the oldest episode of each lane, and the counts of episodes, `[E]`."""
         lanes, T = np.arange(self.num_envs), self.steps_per_lane
-        oldest, newest = (self.episode[self.slots_of(lanes, it)] for it in (tails, cursors - 1))
+        oldest, newest = (self.episode[self.slots_of(lanes, at)] for at in (tails, cursors - 1))
         return oldest, np.where(cursors > tails, (newest - oldest) % (T + 1) + 1, 0)
 
     def random_episodes(self, n: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draws `n` whole, finished episodes uniformly, with replacement.
+        """Samples `n` complete episodes that have finished uniformly, with replacement.
 
         Returns:
-            `[n]` int64 slots of their first rows.
+            `[n]` int64 slots of the first transitions.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: the storage contains no such episode.
         """
         noise = np.empty(3 * n + 16, np.int64)
         torch.from_numpy(noise).random_(generator=generator)
-        # Few episodes are cut, running or partly evicted: of so many enough are whole, as a rule.
-        first, _, finished, whole, _ = self._look_up(noise[n:])
-        usable = first[finished & whole]
-        if len(usable) < n:
-            first, _, finished, whole, _ = self._look_up()
-            usable = first[finished & whole]
-            if not len(usable):
+        # Few episodes are split, running or partly evicted, so usually n of the first sample can be used.
+        first, _, finished, whole, _ = self._episode_columns(noise[n:])
+        complete = first[finished & whole]
+        if len(complete) < n:
+            first, _, finished, whole, _ = self._episode_columns()
+            complete = first[finished & whole]
+            if not len(complete):
                 raise EmptyError(
-                    "no finished episode is stored whole: write until one ends, or make the storage "
+                    "the storage contains no complete episode: write until one ends, or make the storage "
                     "larger than an episode."
                 )
-            usable = usable[noise[:n] % len(usable)]
-        return torch.from_numpy(usable[:n])
+            complete = complete[noise[:n] % len(complete)]
+        return torch.from_numpy(complete[:n])
 
-    def _look_up(self, noise: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-        """Looks up all episodes, lane by lane, oldest first; or those that random numbers `[n]` choose.
-
-        Returns:
-            slots of their first rows, numbers of rows, whether they are finished and whole, and lanes.
-        """
+    def _episode_columns(self, noise: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+        """Returns the columns of `table`, of all episodes or of those that `noise` `[n]` chooses."""
         T, (tails, cursors) = self.steps_per_lane, self._live()
         begins = np.arange(self.num_envs) * T
-        oldest, counts = self._numbers(tails, cursors)
+        oldest, counts = self._numbering(tails, cursors)
         ends = counts.cumsum()
         total = int(ends[-1])
         rank = np.arange(total) if noise is None or not total else noise % total
@@ -492,15 +499,15 @@ class EpisodeIndex:
         return begins[lane] + first % T, last - first + 1, finished, first == span[:, FIRST], lane
 
     def validate(self) -> None:
-        """Checks the tables against one another.
+        """Checks that the tables agree.
 
         Raises:
-            RuntimeError: a check failed; the message says which.
+            RuntimeError: a check failed; the message names the check.
         """
         invariants.check(self.tables)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(capacity={self.capacity}, num_envs={self.num_envs}, "
-            f"{len(self):,} rows)"
+            f"{len(self):,} transitions)"
         )

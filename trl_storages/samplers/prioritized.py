@@ -318,12 +318,12 @@ class Priorities:
             self.largest = max(self.largest, self._largest_of(changed))
             self._set_weights(changed[self.sums[self.starts[-2] + changed] > 0])
             self._num_updates, self._refresh_time = self._num_updates + missed, now
-        changes, snapshot = self.index.since(self._snapshot)
+        changes, snapshot = self.index.changes_since(self._snapshot)
         if changes is not None:
-            zeros = np.zeros(len(changes.gone))
-            priority_tree.set_leaves(self.sums, self.starts, False, changes.gone, zeros)
-            self._set_minima(changes.gone)
-            self._set_weights(changes.new)
+            zeros = np.zeros(len(changes.evicted))
+            priority_tree.set_leaves(self.sums, self.starts, False, changes.evicted, zeros)
+            self._set_minima(changes.evicted)
+            self._set_weights(changes.written)
         self._snapshot = snapshot
 
     def _largest_of(self, slots: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""A TorchRL storage of streams, and the view of drawn rows."""
+"""A TorchRL storage of streams of observations, and views of its transitions."""
 
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.storage.rows import BatchRows, Rows

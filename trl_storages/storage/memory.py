@@ -1,4 +1,4 @@
-"""Rows in memory: what a `Directory` is for those in files, with nothing to flush or to close."""
+"""Transitions in memory, with the methods of a `Directory`; nothing is flushed or closed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from trl_storages.entries.arena import GIVES_BACK, Arena
 from trl_storages.entries.device import DeviceEntries
 from trl_storages.entries.frames import host_entries
-from trl_storages.entries.host import arena_sizes
+from trl_storages.entries.host import HostEntries, arena_sizes
 from trl_storages.entries.layout import Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.storage import dumps
@@ -23,39 +23,39 @@ from trl_storages.validation import warn_caller
 
 __all__ = ["HOSTS", "Memory", "warn_if_too_large"]
 
-#: Devices whose memory compiled loops read and write.
+#: Types of devices whose memory compiled loops read and write.
 HOSTS = ("cpu",)
 
 
 def warn_if_too_large(num_rows: int, row_bytes: int) -> None:
-    """Warns if so many rows need more memory than the machine has, where the system says."""
+    """Warns if `num_rows` transitions need more memory than the machine has; not on Windows."""
     if sys.platform == "win32":
         return
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_rows * row_bytes > room:
+    memory, size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), num_rows * row_bytes
+    if size > memory:
         warn_caller(
-            f"{num_rows:,} transitions of {row_bytes:,} bytes need {num_rows * row_bytes / 1e9:,.1f} GB, "
-            f"but this machine has {room / 1e9:,.1f} GB of memory: pass a smaller storage_size, or keep "
-            "them on disk with path=."
+            f"{num_rows:,} transitions of {row_bytes:,} bytes need {size / 1e9:,.1f} GB, but this "
+            f"machine has {memory / 1e9:,.1f} GB of memory: pass a smaller storage_size, or path= to "
+            "keep them on disk."
         )
 
 
 class Memory:
-    """Rows in memory of this process, in memory that others share, or on a device, with their index.
+    """Transitions in memory of this process, in shared memory or on a device, with their index.
 
     Args:
-        layout: of the rows; without one there is an empty index alone, by which sizes are checked.
-        max_size, num_envs, max_entries: see `EpisodeIndex`; where memory is not given back there is room
-            for episodes of about eight steps by default.
-        device: of the rows.
-        arena: shared memory with rows; None makes memory without.
+        layout: layout of the transitions; None creates only an empty index, which checks the sizes.
+        max_size, num_envs, max_entries: see `EpisodeIndex`. If the platform cannot free single pages, the
+            default of `max_entries` is enough for episodes of about eight steps.
+        device: device of the transitions.
+        arena: shared memory that contains transitions; None allocates new memory.
 
     Attributes:
-        index: which rows there are.
-        rows: the rows; None without a layout.
+        index: the episode index of the transitions.
+        entries: reads and writes the entries; None without a layout.
     """
 
-    is_writer = is_quiescent = True
+    is_writer, has_other_writer = True, False
     state: Mapping[str, Any] = {}
 
     def __init__(
@@ -67,44 +67,44 @@ class Memory:
         device: torch.device,
         arena: Arena | None = None,
     ) -> None:
-        self._made_of = layout, max_size, num_envs, max_entries, device
+        self._arguments = layout, max_size, num_envs, max_entries, device
         self.layout, self._is_shared = layout, arena is not None
         k, depth = (1, 1) if layout is None else (layout.frames, layout.depth)
-        is_here = device.type in HOSTS
-        if max_entries is None and not (is_here and GIVES_BACK):
-            # Entries that no row needs are not given back here.
+        is_on_host = device.type in HOSTS
+        if max_entries is None and not (is_on_host and GIVES_BACK):
+            # The memory of evicted entries is not freed here.
             steps = max_size // max(num_envs, 1)
             most = max(steps // 8, 24)
             max_entries = num_envs * (steps + most + (k + 1) * min(most, 64) + depth - k)
         sizes = max_size, num_envs
         self.index = index = EpisodeIndex(*sizes, stack=k, depth=depth, max_entries=max_entries)
-        self.entries: Any = None
-        if layout is not None and is_here:
+        self.entries: HostEntries | DeviceEntries | None = None
+        if layout is not None and is_on_host:
             self._arena = arena = arena or Arena(**arena_sizes(layout, index))
             self.entries = host_entries(layout, index, arena)
         elif layout is not None:
             self.entries = DeviceEntries(layout, index, device)
 
-    def shared(self) -> Memory:
-        """Returns the rows in memory that other processes share."""
+    def copy_to_shared_memory(self) -> Memory:
+        """Copies the transitions to memory that other processes share, and returns it."""
         layout: Any = self.layout
         arena = Arena.shared(**arena_sizes(layout, self.index))
         arena.take(self._arena.arrays)
-        return Memory(*self._made_of, arena)
+        return Memory(*self._arguments, arena)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._is_shared and get_spawning_popen() is not None:
-            return Memory, (*self._made_of, self._arena)
+            return Memory, (*self._arguments, self._arena)
         # As bytes: tensors that are sent to a spawned process must outlive this call.
-        return _copied, (self._made_of, pickle.dumps(dumps.packed(self)))
+        return _copy, (self._arguments, pickle.dumps(dumps.collect_lanes(self)))
 
-    def replaced(self, fill: Callable[..., None], _: Any = None) -> Memory:
-        """Returns the memory with other rows."""
+    def replace_rows(self, fill: Callable[..., None], _: Any = None) -> Memory:
+        """Replaces the transitions by those that `fill` writes; returns the memory."""
         fill(self.index, self.entries)
         return self
 
-    def empty(self, keep_steps: int) -> None:
-        """Discards all rows but the last `keep_steps` of each lane; with 0 slots begin anew."""
+    def evict(self, keep_steps: int) -> None:
+        """Evicts all transitions except the last `keep_steps` of each lane; 0 reuses the first slots."""
         if keep_steps:
             self.index.evict(keep_steps)
         else:
@@ -114,21 +114,22 @@ class Memory:
         """Raises a RuntimeError if the index contradicts itself."""
         self.index.validate()
 
-    def newest(self) -> Memory:
-        """Returns the rows that count now: these."""
+    def reopen_if_replaced(self) -> Memory:
+        """Returns this memory, because no other process replaces it."""
         return self
 
     def check_writer(self) -> None:
-        """Nothing: whoever has memory may write."""
+        """Does nothing, because every process that has the memory may write."""
 
     def flush(self, state: Any = None) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self, state: Any = None, *, keep: bool = True) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
-def _copied(made_of: tuple[Any, ...], saved: bytes) -> Memory:
-    made = Memory(*made_of)
-    _, lanes = dumps.parsed(pickle.loads(saved), made.index.capacity, made.index.num_envs)
-    return made.replaced(partial(dumps.fill, lanes))
+def _copy(arguments: tuple[Any, ...], saved: bytes) -> Memory:
+    memory = Memory(*arguments)
+    index = memory.index
+    _, lanes = dumps.parse_lanes(pickle.loads(saved), index.capacity, index.num_envs)
+    return memory.replace_rows(partial(dumps.fill_lanes, lanes))

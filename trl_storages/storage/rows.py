@@ -22,17 +22,17 @@ __all__ = ["BatchRows", "Rows"]
 class Rows:
     """Stored transitions: `rows[key]` reads a field, `rows[key] = value` sets it for this batch alone.
 
-    A field is read from the storage when it is first asked for.
+    A field is read from the storage at its first use.
 
     Args:
         view: the storage, as of the moment at which the batch is sampled.
         slots: `[*B]` int64, on the host.
 
     Attributes:
-        slots: as given.
+        slots: the argument.
         device: the device of the fields.
         is_on_host: whether compiled loops read the entries.
-        episodes: which slots hold which steps of which episodes; it takes slots on the host.
+        episodes: the episode index, whose methods accept slots on the host.
         changes: the fields that transforms have set, key -> value.
     """
 
@@ -57,7 +57,7 @@ class Rows:
         """Returns a field, `[*B, ...]`.
 
         Raises:
-            KeyError: there is no such field; the message lists those that there are.
+            KeyError: no such field is stored; the message lists the stored fields.
         """
         value = self.changes.get(key, self._fetched.get(key))
         if value is None:
@@ -101,9 +101,9 @@ class Rows:
 
 
 class BatchRows(Rows):
-    """The transitions of a batch, with what the sampler returned for them.
+    """The transitions of a batch, with the entries of the sampler.
 
-    Whole transitions are gathered when a field is first read, or at the end.
+    Complete transitions are gathered when the first field is read, or at the end.
 
     Args:
         view: the storage, as of the moment at which the batch is sampled.
@@ -111,12 +111,12 @@ class BatchRows(Rows):
         drawn: entries of the sampler, such as `goal_index`, on the host.
 
     Attributes:
-        drawn: as given; `rows[key]` returns them on `device`.
-        steps: the transitions whose rewards and flags count: the windows while there are any, else these.
+        drawn: the argument; `rows[key]` returns its values on `device`.
+        steps: the transitions whose rewards and flags transforms change: `window`, else these.
         window: the n-step window of each transition, `[n, B]`, until `NStep` has computed returns; else
             None. Beyond the end of an episode a window repeats the episode's last transition.
-        lengths: `[B]` int64, on the host: how many different transitions each window holds.
-        has_returns: whether rewards are n-step returns already.
+        lengths: `[B]` int64, on the host: number of different transitions in each window.
+        has_returns: whether the rewards are n-step returns already.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class BatchRows(Rows):
         self.has_returns = False
         # Pasted fields: key, entries `[B]` of the other transitions, mask, targets and default.
         self._pasted: list[tuple[Any, ...]] = []
-        # The entries whose next observations the batch gets: those of the last step of each window.
+        # The entries whose next observations are those of the batch: the last entry of each window.
         self._last_entries = self._entries
-        # The gathered transitions `[B, row_words]`; the batch, once a function of batches was applied.
+        # The gathered transitions `[B, row_words]`, and the batch after the first function of batches.
         self._gathered: torch.Tensor | None = None
         self._batch: TensorDictBase | None = None
 
@@ -160,7 +160,7 @@ class BatchRows(Rows):
             self._batch[key] = value
 
     def _gather(self) -> None:
-        """Gathers whole transitions, and pastes into them."""
+        """Gathers complete transitions, and pastes into them."""
         view = self._view
         self._gathered = view.entries.gather(self._entries, self._last_entries)
         self._fetched = view.layout.views(self._gathered)
@@ -176,12 +176,12 @@ class BatchRows(Rows):
             num_rows: n, the largest number of transitions of a window.
 
         Raises:
-            RuntimeError: there are windows already, or fields were read: call it in `prepare`.
+            RuntimeError: the windows are open already, or a field was read: call this in `prepare`.
         """
         if self.window is not None or self._fetched:
             raise RuntimeError(
-                "windows are opened once, before fields are read: use one NStep; its n_step may be "
-                "changed at any time."
+                "n-step windows must be opened once, before a field is read: use one NStep, whose n_step "
+                "may be changed at any time."
             )
         slots, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
         self.lengths = torch.from_numpy(lengths)
@@ -196,7 +196,7 @@ class BatchRows(Rows):
 
         Raises:
             RuntimeError: a transform has set a field under `next` already.
-            ValueError: there is another number of slots.
+            ValueError: the number of slots is not B.
         """
         if slots.shape != self.slots.shape:
             raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
@@ -206,10 +206,10 @@ class BatchRows(Rows):
         """Reads fields under `next` from transition `at` `[B]` of each window, on `device`.
 
         Raises:
-            RuntimeError: there are no windows, or a transform has set a field under `next` already.
+            RuntimeError: no windows are open, or a transform has set a field under `next` already.
         """
         if self.window is None:
-            raise RuntimeError("there are no windows to follow: call widen in prepare.")
+            raise RuntimeError("no n-step windows are open: call widen() in prepare().")
         self._follow(self._view.entries.picked(self.window._entries, at))
 
     def _follow(self, entries: Any) -> None:
@@ -239,13 +239,13 @@ class BatchRows(Rows):
             key: the field of the other transitions.
             slots: `[B]` int64 of the other transitions, on the host.
             mask: `[B]` bool, on the host; elsewhere fields keep their values.
-            default: the field that a target which is not stored equals elsewhere.
+            default: the field whose values an unstored target has elsewhere.
 
         Raises:
-            KeyError: no such field is stored.
+            KeyError: the field is not stored.
             TypeError: the field is floating, and a target is not.
             ValueError: the shapes differ.
-            RuntimeError: one of TorchRL's transforms comes before, or one that has set a target.
+            RuntimeError: an earlier transform is one of TorchRL's, or has set a target.
         """
         if self._batch is not None:
             raise RuntimeError(
@@ -256,32 +256,32 @@ class BatchRows(Rows):
                 f"a transform has set {targets}: put it after the one that writes goals."
             )
         pasted = key, self._view.locate(slots), mask, tuple(targets), default
-        # Kept, as `follow` gathers again.
+        # Kept, because `follow` gathers again.
         self._pasted.append(pasted)
         if self._gathered is not None:
             self._paste(pasted)
 
     def _paste(self, pasted: tuple[Any, ...]) -> None:
-        """Pastes into gathered transitions, or next to them where their fields have no room."""
+        """Pastes into the gathered transitions, or sets separate fields if a target is not stored."""
         key, at, mask, targets, default = pasted
-        entries = self._view.entries
+        entries: Any = self._view.entries
         if entries.paste(self._gathered, key, at, mask, targets):
             return
         values = entries.take(key, at)
-        chosen = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
+        is_replaced = sent(mask, self.device).view(-1, *(1,) * (values.ndim - 1))
         for target in targets:
-            before = self[target if target in self._fetched else default or target]
-            if values.is_floating_point() and not before.is_floating_point():
+            current = self[target if target in self._fetched else default or target]
+            if values.is_floating_point() and not current.is_floating_point():
                 raise TypeError(
-                    f"{target!r} must be floating as {key!r} is, got {before.dtype}: values would be "
+                    f"{target!r} must be floating like {key!r}, got {current.dtype}: values would be "
                     "truncated."
                 )
-            if values.shape != before.shape:
+            if values.shape != current.shape:
                 raise ValueError(
-                    f"{key!r} must have the shape of {target!r}, {[*before.shape[1:]]}, got "
+                    f"{key!r} must have the shape of {target!r}, {[*current.shape[1:]]}, got "
                     f"{[*values.shape[1:]]}."
                 )
-            self._fetched[target] = torch.where(chosen, values.to(before.dtype), before)
+            self._fetched[target] = torch.where(is_replaced, values.to(current.dtype), current)
 
     # The batch
 
@@ -289,15 +289,17 @@ class BatchRows(Rows):
         """Applies a function of batches, such as one of TorchRL's transforms.
 
         Raises:
-            RuntimeError: an `NStep` comes after it, whose rewards the function would not see.
+            RuntimeError: a later `NStep` sums rewards that the function does not receive.
             TypeError: the function does not return a TensorDict.
         """
         if self.window is not None:
             raise RuntimeError(
-                f"{type(function).__name__} must come after NStep, which sums rewards that it does not "
-                "see."
+                f"{type(function).__name__} must come after NStep, because NStep sums rewards of later "
+                "transitions, which a function of a batch does not receive."
             )
-        self._batch = validation.tensordict("what a transform returns", function(self.tensordict()))
+        self._batch = validation.tensordict(
+            "the result of a transform", function(self.tensordict())
+        )
         self.changes, self._fetched = {}, {}
 
     def tensordict(self) -> TensorDictBase:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from trl_storages.directory import Directory
+from trl_storages.entries import DeviceEntries, HostEntries, Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.storage.memory import HOSTS, Memory
 
@@ -31,7 +32,7 @@ class StorageView:
         cursors: `[E]` the cursors of this moment, if another process may be writing; else None.
 
     Attributes:
-        episodes: which slots hold which steps of which episodes.
+        episodes: the episode index.
         layout: the fields of a transition.
         entries: reads and writes the entries.
         is_on_host: whether compiled loops read the entries.
@@ -42,14 +43,16 @@ class StorageView:
         self, backend: Memory | Directory, device: torch.device, cursors: np.ndarray | None = None
     ) -> None:
         self.episodes: EpisodeIndex = backend.index
-        self.device, self.is_on_host = device, device.type in HOSTS
-        self.layout: Any = backend.layout
-        self.entries: Any = backend.entries
-        self.is_exclusive = cursors is None
+        self.device: torch.device = device
+        self.is_on_host: bool = device.type in HOSTS
+        # None until the first write: `check_filled` raises before they are used.
+        self.layout: Layout = backend.layout  # type: ignore[assignment]
+        self.entries: HostEntries | DeviceEntries = backend.entries  # type: ignore[assignment]
+        self.is_exclusive: bool = cursors is None
         self._cursors: Any = cursors
         self._slots_read: list[torch.Tensor] = []
 
-    def locate(self, slots: torch.Tensor) -> Any:
+    def locate(self, slots: torch.Tensor) -> np.ndarray | torch.Tensor:
         """Returns the numbers of the entries of transitions in slots `[*B]`, which are read next."""
         if self._cursors is not None:
             self._slots_read.append(slots)
@@ -67,7 +70,7 @@ class StorageView:
         """
         if self.layout is None:
             self.episodes.check_filled()
-        at = self.entries.entries_of(slots.reshape(-1))
+        at: Any = self.entries.entries_of(slots.reshape(-1))
         words = self.entries.gather(at, at).view(*slots.shape, self.layout.row_words)
         if mask is not None:
             words.masked_fill_(~mask.unsqueeze(-1), 0)  # some dtypes have no masked_fill_
@@ -76,7 +79,7 @@ class StorageView:
     def check_live(self, slots: torch.Tensor) -> None:
         """Raises an IndexError if a slot holds no valid transition.
 
-        With another process that writes there is no check, as it may evict transitions at any time.
+        Nothing is checked if another process writes, because it may evict transitions at any time.
         """
         if self._cursors is None:
             self.episodes.check_live(slots)
@@ -89,8 +92,8 @@ class StorageView:
         """
         if self._cursors is None:
             return None
-        stale = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
-        return torch.from_numpy(stale).view(slots.shape)
+        overwritten = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
+        return torch.from_numpy(overwritten).view(slots.shape)
 
     def torn(self, batch_size: int) -> torch.Tensor | None:
         """Returns which samples of a batch may hold values that were overwritten while they were read.
@@ -99,14 +102,14 @@ class StorageView:
             batch_size: B.
 
         Returns:
-            `[B]` bool; None if there are none.
+            `[B]` bool; None if no sample is torn.
         """
         is_torn = None
-        for slots in self._slots_read:  # none where no other process writes
-            stale: Any = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
-            if stale.any():
+        for slots in self._slots_read:  # empty if no other process writes
+            overwritten: Any = self.episodes.overwritten(slots.reshape(-1).numpy(), self._cursors)
+            if overwritten.any():
                 is_torn = np.zeros(batch_size, bool) if is_torn is None else is_torn
-                # Transitions read for another number of samples may concern any of them.
+                # Slots of another shape may concern any sample.
                 is_per_sample = slots.shape[-1:] == (batch_size,)
-                is_torn |= stale.reshape(-1, batch_size).any(0) if is_per_sample else True
+                is_torn |= overwritten.reshape(-1, batch_size).any(0) if is_per_sample else True
         return None if is_torn is None else torch.from_numpy(is_torn)

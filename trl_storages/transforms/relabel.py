@@ -277,7 +277,7 @@ class GoalRelabel(ReplayTransform):
             storage: the storage of the transitions.
             mixes_rewards: whether batches also contain stored rewards.
         """
-        if self._desired_key not in storage.layout.described:
+        if storage.layout is None or self._desired_key not in storage.layout.described:
             self._audit_process = None
             return
         with torch.random.fork_rng(devices=[]):  # a reward_fn may draw random numbers

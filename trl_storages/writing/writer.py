@@ -108,7 +108,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         validation.instance("storage", storage, PackedStorage, what="a PackedStorage")
         for buffer in storage._attached_entities:
             reject_torchrl_components(buffer.sampler)
-        storage.set_num_lanes(self.num_envs)
+        storage.set_num_envs(self.num_envs)
         self._resumed_at = self.write_count if len(storage) else -1
         super().register_storage(storage)
 
@@ -299,7 +299,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage, notes, lanes, offsets = self._storage, self._notes, block.which, block.offsets
         layout.check_stacks(block.words)
         if storage.layout is None:
-            storage.set_layout(layout)
+            storage.allocate(layout)
         if notes.is_shared or trajectories is not None:
             cursors = storage.episodes.cursors
             is_foreign = notes.add(lanes, np.diff(offsets), cursors, trajectories)
@@ -371,7 +371,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             for block, _ in Transfer(source, target).blocks(layout, sources):
                 layout.check_stacks(block.words)
         if target.layout is None:
-            target.set_layout(layout)
+            target.allocate(layout)
         if transfer.keeps_lanes and not len(target):
             transfer.number_steps()
         priorities = source.episodes.priorities[transfer.slots]
