@@ -57,7 +57,7 @@ class Directory:
         needs = {"stack": layout.frames, "depth": layout.depth}
         self.index = index = EpisodeIndex(*sizes, **needs, max_entries=most)
         room = arena_sizes(layout, index, is_in_file=True)
-        is_writer, lazy = lock is not None, ("entries", "marks", "records")
+        is_writer, lazy = lock is not None, ("entries", "checksums", "records")
         self._arena = arena = Arena(**room, file=file, writable=is_writer, lazy=lazy)
         self.entries = host_entries(layout, index, arena)
 
@@ -229,9 +229,9 @@ class Directory:
             index.validate()
             lane, step, slot = index.kept()
             at = index.where[slot]
-            numbers = checksums.numbers(index.tables, slot, step)
+            numbers = checksums.step_numbers(index.tables, slot, step)
             whole = self.entries.are_intact(at) & (
-                self.entries.marked[0][at, checksums.NUMBER] == numbers
+                self.entries.checksums[at, checksums.NUMBER] == numbers
             )
             require("rows are whole", whole, index.tables, lane, step)
         except RuntimeError as error:
@@ -336,34 +336,34 @@ def _reopened(path: Path) -> Directory:
 
 
 def _forget_beyond(index: EpisodeIndex, rows: HostEntries) -> None:
-    """Removes marks of steps that a killed writer did not publish.
+    """Removes checksums of steps that a killed writer did not publish.
 
     Their numbers are given to other steps from now on.
     """
-    marks = rows.marked[0]
-    steps, _, _ = checksums.steps_of(marks[:, checksums.NUMBER])
-    marks[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
+    words = rows.checksums
+    steps, _, _ = checksums.steps_of(words[:, checksums.NUMBER])
+    words[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
 
 
 def _recover(index: EpisodeIndex, rows: HostEntries, described: Description) -> None:
-    """Fills an index with the rows that are whole, and removes all other marks.
+    """Fills an index with the rows that are whole, and removes all other checksums.
 
     Of each lane the steps without a hole count that hold the last one that was flushed; if that is not
     there, the newest.
 
     Args:
         index: any contents.
-        rows: with marks, see `kernels.checksums`.
+        rows: with checksums, see `kernels.checksums`.
         described: says which steps don't count any more, and which were flushed.
     """
-    marks, k, M = rows.marked[0], index.stack, index.entries_per_lane
-    steps, begins, done = checksums.steps_of(marks[:, checksums.NUMBER])
+    words, k, M = rows.checksums, index.stack, index.entries_per_lane
+    steps, begins, done = checksums.steps_of(words[:, checksums.NUMBER])
     place = np.tile(np.arange(M), index.num_envs)
     fits = (steps >= 0) & (steps < MOST) & (place >= k - 1) & (place + 1 < M)
     at = np.flatnonzero(fits & (steps >= np.repeat(described.tails, M)))
     at = at[rows.are_intact(at)]
     index.reset()
-    kept = np.zeros(len(marks), bool)
+    kept = np.zeros(len(words), bool)
     begins_of = np.searchsorted(at, np.arange(index.num_envs + 1) * M).tolist()
     for lane, flushed in enumerate(described.cursors):
         its = at[begins_of[lane] : begins_of[lane + 1]]
@@ -380,8 +380,8 @@ def _recover(index: EpisodeIndex, rows: HostEntries, described: Description) -> 
             first=first - (not begins[its[0]]),
             tail=first,
         )
-    # Where a file has no room every mark is zero: nothing is written there.
-    marks[(marks[:, checksums.NUMBER] != 0) & ~kept, checksums.NUMBER] = 0
+    # Where a file has no room every checksum is zero: nothing is written there.
+    words[(words[:, checksums.NUMBER] != 0) & ~kept, checksums.NUMBER] = 0
 
 
 def _chosen(steps: np.ndarray, flushed: int, most: int) -> np.ndarray:

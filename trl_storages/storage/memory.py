@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trl_storages.entries.arena import GIVES_BACK, Arena
+from trl_storages.entries.arena import CAN_RELEASE, Arena
 from trl_storages.entries.device import DeviceEntries
 from trl_storages.entries.frames import host_entries
 from trl_storages.entries.host import arena_sizes
@@ -71,8 +71,8 @@ class Memory:
         self.layout, self._is_shared = layout, arena is not None
         k, depth = (1, 1) if layout is None else (layout.frames, layout.depth)
         is_here = device.type in HOSTS
-        if max_entries is None and not (is_here and GIVES_BACK):
-            # Entries that no row needs are not given back here.
+        if max_entries is None and not (is_here and CAN_RELEASE):
+            # Entries that no row needs are not released here.
             steps = max_size // max(num_envs, 1)
             most = max(steps // 8, 24)
             max_entries = num_envs * (steps + most + (k + 1) * min(most, 64) + depth - k)
@@ -89,7 +89,7 @@ class Memory:
         """Returns the rows in memory that other processes share."""
         layout: Any = self.layout
         arena = Arena.shared(**arena_sizes(layout, self.index))
-        arena.take(self._arena.arrays)
+        arena.copy_from(self._arena.arrays)
         return Memory(*self._made_of, arena)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -113,7 +113,8 @@ class Recorder:
         A reset begins with the observation that the environment ended with. So it does not matter whether
         an interrupt came before or after the end was written, or whether a step is recorded again.
         """
-        ended, last, (_, _, begin, end, _) = self._ended, self._last, made.layout.sizes
+        ended, last, sizes = self._ended, self._last, made.layout.sizes
+        begin, end = sizes.first, sizes.end
         if last is None or not ended.any():
             return ended, ended
         # As where rows continue others, recurrent states and the like do not decide.

@@ -107,7 +107,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
         In shared memory, lanes that another process has written are cut: it has other environments.
         """
-        lanes, offsets, own = block.which, block.offsets, os.getpid()
+        lanes, offsets, own = block.lanes, block.offsets, os.getpid()
         held, trajectory, process = self._held(lanes)
         if self._shared is not None:
             block.cut[offsets[:-1][process != own]] = True
@@ -128,7 +128,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         """Counts in memory that other processes share, and cuts lanes where the process changes."""
         self._lanes[:, 2] = os.getpid()
         self._shared = Arena.shared({"notes": (np.int64, self._notes.shape)})
-        self._shared.take({"notes": self._notes})
+        self._shared.copy_from({"notes": self._notes})
         self._take(self._shared.arrays["notes"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -339,12 +339,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         slots, gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
         if stops and gaps:
             self._check_unchanged(block, layout, same)
-            gaps -= int((self._written_at[block.which] <= self._resumed_at).sum())
+            gaps -= int((self._written_at[block.lanes] <= self._resumed_at).sum())
             if warns and gaps > 0:
                 self._warn_of_gaps()
             slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
         self._count[0] = count = int(self._count[0]) + len(block.done)
-        self._written_at[block.which] = count
+        self._written_at[block.lanes] = count
         return torch.from_numpy(slots)
 
     def _warn_of_gaps(self) -> None:
@@ -359,10 +359,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         """Raises a ValueError if an observation in `same` is not what the episode in its lane led to."""
         storage, first = self._storage, block.offsets[:-1]
         index, cut = storage.episodes, torch.as_tensor(block.cut).cpu().numpy()
-        runs = index.is_open[block.which] & ~cut[first]
+        runs = index.is_open[block.lanes] & ~cut[first]
         if not same or not runs.any():
             return
-        newest = torch.from_numpy(index.newest_slots()[block.which[runs]])
+        newest = torch.from_numpy(index.newest_slots()[block.lanes[runs]])
         views = layout.views(torch.as_tensor(block.words)[first[runs]])
         for key in same:
             led_to = storage.entries.take(
