@@ -375,8 +375,10 @@ def put(
     size = Sizes(*sizes).observation
     size = Sizes(*sizes).observation
     kinds, entry = np.empty(len(words), np.uint8), np.empty(len(words), np.int64)
-    numbers = np.empty(len(words), np.int64)
-    compare_block(tables, store, lanes, offsets, words, kinds)
+    numbers, tips = np.empty(len(words), np.int64), np.empty(len(lanes), np.int64)
+    # Not by `compare_block`, because one more call takes longer than the comparison of a row.
+    _find_tips(tables, lanes, tips)
+    compare(store, tips, offsets, words, kinds)
     gaps = find_gaps(tables, lanes, offsets, kinds, done, cut, cuts_gaps, stops_at_gaps)
     if gaps and stops_at_gaps:
         return gaps
