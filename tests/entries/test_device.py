@@ -1,4 +1,4 @@
-"""Rows on a GPU: no device mix-up, and nothing waits for it."""
+"""Rows on a GPU: no device mix-up, and nothing waits for the GPU."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ STACKS = {"pixels": STACK, ("next", "pixels"): STACK}
 def test_rows_stay_on_the_device(gpu, fields):
     layout = Layout(fields)
     rows = DeviceEntries(layout, EpisodeIndex(8, stack=layout.frames), gpu)
-    at = torch.tensor([3, 9, 5], device=gpu)
+    entry = torch.tensor([3, 9, 5], device=gpu)
     words = torch.zeros(3, layout.row_words, dtype=torch.int64, device=gpu)
-    rows._copy_in(words, at)
-    assert rows.gather(at, at).device == gpu
-    assert rows.gather(at, at).shape == words.shape
+    rows._copy_in(words, entry)
+    assert rows.gather(entry, entry).device == gpu
+    assert rows.gather(entry, entry).shape == words.shape
     for key, kind in fields.items():
-        assert rows.take(key, at).device == gpu
-        assert rows.take(key, at).shape == (3, *kind[1])
-    rows.rewrite("reward", at, torch.ones(3, 1, device=gpu))
+        assert rows.take(key, entry).device == gpu
+        assert rows.take(key, entry).shape == (3, *kind[1])
+    rows.rewrite("reward", entry, torch.ones(3, 1, device=gpu))

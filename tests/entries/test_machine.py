@@ -1,4 +1,4 @@
-"""Streams against a plain list of what was written, whatever is written, also writes that are cut off."""
+"""Streams against a plain list of the written rows, over random operations and interrupted writes."""
 
 # Letters as in the package.
 # ruff: noqa: N806, B007, PERF403
@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
     def copy_of(block, as_tensors):
         arrays = [it.copy() for it in block[2:]]
         arrays = [torch.from_numpy(it) for it in arrays] if as_tensors else arrays
-        return Block(block.which.copy(), block.offsets.copy(), *arrays)
+        return Block(block.lanes.copy(), block.offsets.copy(), *arrays)
 
     def counts_up_to(self, most):
         shape = self.rng.integers(0, most + 1, self.E)
@@ -237,66 +237,66 @@ class Machine(RuleBasedStateMachine):
         after=st.sampled_from(["room", "enter", "copy", "publish"]),
     )
     def cut_off(self, stores, after):
-        """A write makes some of its stores, and no more: only lanes that are published took theirs."""
+        """A write makes only some of its stores: only published lanes contain their rows."""
         counts = self.counts_up_to(self.forms[0][0].most_steps)
         block, behind = self.make_block(counts)
-        which, offsets, words, done, cut = self.copy_of(block, False)
+        lanes, offsets, words, done, cut = self.copy_of(block, False)
         chance = np.random.default_rng(self.rng.integers(2**32)).random
         made = [chance(it.shape) < stores for it in self.forms[0][0].tables[:4]]
         has_room = (chance(self.E) < stores) | (after != "room")
         copied = (chance(len(words)) < stores) | (after == "publish")
-        first = int(stores * len(which)) if after == "publish" else 0  # so many lanes are published
+        first = int(stores * len(lanes)) if after == "publish" else 0  # so many lanes are published
         for index, rows in self.forms:
             tables, n, is_on_device = index.tables, len(words), isinstance(rows, DeviceEntries)
-            is_changes = bool(self.layout.keyframes)
+            is_compressed = bool(self.layout.keyframes)
+            loops = frames if is_compressed else entries
             if is_on_device:
-                how, lasts = rows._compared(block)
-            elif is_changes:
-                how = np.empty(n, np.uint8)
-                rows._compare(block, how)
+                kinds, _, _, last = rows._compare(block)
             else:
-                how, tips = np.empty(n, np.uint8), np.empty(len(which), np.int64)
-                entries.find_tips(tables, which, tips)
-                entries.compare(
-                    *(rows.entries, self.layout.sizes, self.k, tips, offsets, words, how)
-                )
-            at, slots, numbers = np.empty((3, n), np.int64)
+                rows.count_gaps(block)  # decodes the last observations of the streams
+                kinds = np.empty(n, np.uint8)
+                loops.compare_block(tables, rows.store, lanes, offsets, words, kinds)
+            entry, slots, numbers = np.empty((3, n), np.int64)
             saved = [it.copy() for it in tables[:5]]
-            entries.make_room(tables, which, offsets, how, at)
+            entries.make_room(tables, lanes, offsets, kinds, entry)
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            entries.enter(tables, which, offsets, how, at, done, cut, slots, numbers)
+            entries.enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)
                 continue
-            part = words[copied], how[copied], at[copied]
+            part = words[copied], kinds[copied], entry[copied]
             if is_on_device:
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
-            elif is_changes:
+            elif is_compressed:
                 begins = np.append(0, copied.cumsum())[offsets]
-                frames.copy_in(rows.store, which, begins, *part, rows.marked)
+                frames.copy_in(rows.store, lanes, begins, *part, rows.checksum_tables)
             else:
-                entries.copy_in(*(rows.entries, self.layout.sizes, self.k), *part)
+                entries.copy_in(rows.store, *part)
             if self.has_file and rows is self.directory.entries:
-                before = rows.marked[0].copy()
+                before, tables_of_file = rows.checksums.copy(), rows.checksum_tables
                 sizes = self.layout.observation_words, self.k
-                if is_changes:
+                if is_compressed:
                     sizes = self.layout.observation_words - self.layout.record_words + 1, self.k
-                    checksums.mark_steps(rows.entries, *sizes, rows.marked, at, numbers)
+                    checksums.write_step_checksums(
+                        rows.entries, *sizes, tables_of_file, entry, numbers
+                    )
                 else:
-                    checksums.mark(rows.entries, *sizes, rows.marked, how, at, numbers)
+                    checksums.write_checksums(
+                        rows.entries, *sizes, tables_of_file, kinds, entry, numbers
+                    )
                 if after == "copy":
-                    np.copyto(rows.marked[0], before, where=chance(before.shape) >= stores)
-            entries.publish(tables, which[:first], offsets[: first + 1])
+                    np.copyto(rows.checksums, before, where=chance(before.shape) >= stores)
+            entries.publish(tables, lanes[:first], offsets[: first + 1])
             if is_on_device:
-                has_rows = which[:first][np.diff(offsets)[:first] > 0]
-                rows._keep(has_rows, lasts[: len(has_rows)])
+                has_rows = lanes[:first][np.diff(offsets)[:first] > 0]
+                rows._set_tips(has_rows, last[: len(has_rows)])
         for e, lane in enumerate(self.lanes):  # no more than its rows need
             if counts[e] and has_room[e]:
                 self.room[e] = max(self.room[e], len(lane.rows) + counts[e] - self.T)
-        named = which[:first]
+        named = lanes[:first]
         self.took(block, [self.lanes[e] for e in named], [behind[e] for e in named], False)
         if self.has_file:  # its process was killed
             self.forms.pop()
@@ -471,7 +471,7 @@ class TestStreamsAtLength(Machine.TestCase):
     settings = settings(max_examples=3000, stateful_step_count=30, derandomize=False)
 
 
-def test_an_index_whose_steps_share_an_entry_is_refused():
+def test_index_whose_steps_share_an_entry_is_damaged():
     index, never = EpisodeIndex(4, max_entries=7), np.zeros(4, bool)
     places = np.array([2, 3, 5, 0])
     index.restore_lane(0, np.arange(4), places, never, never, first=0, tail=0)

@@ -1,4 +1,4 @@
-"""Memory behind what is stored is given back to the system."""
+"""Memory of evicted rows is released to the system."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from entries import fill
 
 from trl_storages.entries import Arena, Block, HostEntries, Layout, arena_sizes
-from trl_storages.entries.arena import GIVES_BACK
+from trl_storages.entries.arena import CAN_RELEASE
 from trl_storages.index import EpisodeIndex
 
 LANES, STEPS, BLOCK = 2, 10_000, 500
@@ -29,9 +29,9 @@ def resident(array):
 
 
 @pytest.mark.requirement("stored-once")
-@pytest.mark.skipif(not GIVES_BACK, reason="this system takes no memory back")
+@pytest.mark.skipif(not CAN_RELEASE, reason="this system can't release memory")
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_memory_is_given_back(is_shared):
+def test_memory_of_evicted_rows_is_released(is_shared):
     # One more lane is never written.
     layout, index = Layout(FIELDS), EpisodeIndex((LANES + 1) * STEPS, LANES + 1)
     room = arena_sizes(layout, index)
@@ -51,6 +51,6 @@ def test_memory_is_given_back(is_shared):
     live = LANES * STEPS * layout.entry_words * 8
     assert LANES * room["lane_bytes"] > 2 * live
     assert most < 1.2 * live
-    places = rows.entries_of(index.live_slots())
-    steps = rows.take(("next", "observation"), places) - rows.take("observation", places)
+    entry = rows.entries_of(index.live_slots())
+    steps = rows.take(("next", "observation"), entry) - rows.take("observation", entry)
     assert (steps == 1).all()

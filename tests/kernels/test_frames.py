@@ -1,4 +1,4 @@
-"""Frames stored as what changed: byte by byte what is documented, and against the frames themselves."""
+"""Compressed frames are byte by byte as documented, and decode to the frames that were written."""
 
 # Letters as in the package.
 # ruff: noqa: N803, N806
@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Stream:
-    """Frames `[N, 8 C]` written one behind another, as next observations of single frames."""
+    """Frames `[N, 8 C]` written one after another, as next observations of single frames."""
 
     def __init__(self, images, K=4, ring=100_000):
         N, size = images.shape
@@ -26,13 +26,12 @@ class Stream:
         block = np.concatenate([words[:-1], np.arange(N - 1)[:, None], words[1:]], 1)
         entries, self.records = np.zeros((N + 5, 2), np.int64), np.zeros((1, ring), np.uint8)
         sizes = (0, C, 0, C, C), 1, C, K, WIDTH
-        how = np.array([SEPARATE] + [SHARED] * (N - 2), np.uint8)
-        tips, known = np.zeros((1, C), np.int64), np.zeros((1, 3), np.int64)
-        self.store = entries, self.records, tips, known, *sizes
-        which, offsets, at = np.zeros(1, np.int64), np.array([0, N - 1]), np.arange(N - 1)
-        marked = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
-        block_of = which, offsets, block, how, at, marked
-        frames.copy_in(self.store, *block_of)
+        kinds = np.array([SEPARATE] + [SHARED] * (N - 2), np.uint8)
+        tips, states = np.zeros((1, C), np.int64), np.zeros((1, 3), np.int64)
+        self.store = entries, self.records, tips, states, *sizes
+        lanes, offsets, entry = np.zeros(1, np.int64), np.array([0, N - 1]), np.arange(N - 1)
+        checksum_tables = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
+        frames.copy_in(self.store, lanes, offsets, block, kinds, entry, checksum_tables)
         self.block, self.positions = block, entries[:N, 0] >> 8
         self.backs = (entries[:N, 0] & frames.BACK).tolist()
 
@@ -145,7 +144,7 @@ for trial in range(60):
 """
 
 
-def test_nothing_outside_is_read_whatever_the_bytes_are():
-    """As Python, loops raise where compiled ones would read outside of an array."""
+def test_damaged_records_are_decoded_within_bounds():
+    """Loops run as Python raise if they read outside of an array."""
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     subprocess.run([sys.executable, "-W", "ignore", "-c", FUZZ], check=True, env=environment)

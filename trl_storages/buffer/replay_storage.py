@@ -418,7 +418,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
         """Writes a recorded step after applying the inverse transforms."""
         rows = self._inverse(layout.tensordict(torch.from_numpy(block.words.copy())))
-        return None if rows is None else self._writer.extend(rows, lanes=block.which.tolist())
+        return None if rows is None else self._writer.extend(rows, lanes=block.lanes.tolist())
 
     def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
         """Applies the inverse transforms; returns None if one withholds the transitions."""

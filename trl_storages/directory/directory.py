@@ -55,7 +55,7 @@ class Directory:
         needs = {"stack": layout.frames, "depth": layout.depth}
         self.index = index = EpisodeIndex(*sizes, **needs, max_entries=description.max_entries)
         arena_options = arena_sizes(layout, index, is_in_file=True)
-        is_writer, lazy = lock is not None, ("entries", "marks", "records")
+        is_writer, lazy = lock is not None, ("entries", "checksums", "records")
         self._arena = arena = Arena(**arena_options, file=file, writable=is_writer, lazy=lazy)
         self.entries = host_entries(layout, index, arena)
 
@@ -229,9 +229,9 @@ class Directory:
             index.validate()
             lane, step, slot = index.retained_steps()
             at = index.where[slot]
-            numbers = checksums.numbers(index.tables, slot, step)
+            numbers = checksums.step_numbers(index.tables, slot, step)
             is_intact = self.entries.are_intact(at) & (
-                self.entries.marked[0][at, checksums.NUMBER] == numbers
+                self.entries.checksums[at, checksums.NUMBER] == numbers
             )
             require("a transition does not match its checksum", is_intact, index.tables, lane, step)
         except RuntimeError as error:

@@ -21,9 +21,9 @@ def remove_unpublished(index: EpisodeIndex, entries: HostEntries) -> None:
 
     The numbers of these steps are given to other steps from now on.
     """
-    marks = entries.marked[0]
-    steps, _, _ = checksums.steps_of(marks[:, checksums.NUMBER])
-    marks[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
+    words = entries.checksums
+    steps, _, _ = checksums.steps_of(words[:, checksums.NUMBER])
+    words[steps >= index.cursors.repeat(index.entries_per_lane), checksums.NUMBER] = 0
 
 
 def recover(index: EpisodeIndex, entries: HostEntries, description: Description) -> None:
@@ -37,14 +37,14 @@ def recover(index: EpisodeIndex, entries: HostEntries, description: Description)
         entries: entries with their checksums.
         description: contains the tails and the cursors of the last flush.
     """
-    marks, k, M = entries.marked[0], index.stack, index.entries_per_lane
-    steps, begins, done = checksums.steps_of(marks[:, checksums.NUMBER])
+    words, k, M = entries.checksums, index.stack, index.entries_per_lane
+    steps, begins, done = checksums.steps_of(words[:, checksums.NUMBER])
     positions = np.tile(np.arange(M), index.num_envs)
     is_valid = (steps >= 0) & (steps < MOST) & (positions >= k - 1) & (positions + 1 < M)
     intact = np.flatnonzero(is_valid & (steps >= np.repeat(description.tails, M)))
     intact = intact[entries.are_intact(intact)]
     index.reset()
-    is_kept = np.zeros(len(marks), bool)
+    is_kept = np.zeros(len(words), bool)
     bounds = np.searchsorted(intact, np.arange(index.num_envs + 1) * M).tolist()
     for lane, flushed in enumerate(description.cursors):
         run = intact[bounds[lane] : bounds[lane + 1]]
@@ -61,8 +61,8 @@ def recover(index: EpisodeIndex, entries: HostEntries, description: Description)
             first=first - (not begins[run[0]]),
             tail=first,
         )
-    # Parts of the file that were never written have zero marks, and are not written here.
-    marks[(marks[:, checksums.NUMBER] != 0) & ~is_kept, checksums.NUMBER] = 0
+    # Parts of the file that were never written have zero checksums, and are not written here.
+    words[(words[:, checksums.NUMBER] != 0) & ~is_kept, checksums.NUMBER] = 0
 
 
 def _select_run(steps: np.ndarray, flushed: int, max_steps: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where rows are: streams of observations in memory, in a file or on a GPU."""
+"""Storage of rows: streams of observations in memory, in a file or on a GPU."""
 
 from trl_storages.entries.arena import Arena
 from trl_storages.entries.device import DeviceEntries

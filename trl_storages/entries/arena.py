@@ -1,4 +1,4 @@
-"""The memory of a storage: named arrays in one mapping, of which parts are given back to the system."""
+"""The memory of a buffer: named arrays in one mapping, of which unused parts are released."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ import numpy as np
 
 __all__ = ["Arena"]
 
-#: Whether the system takes back pages of a mapping, and reserves room for those of a file.
-GIVES_BACK = sys.platform == "linux"
+#: Whether the system can release pages of a mapping, and reserve room for the pages of a file.
+CAN_RELEASE = sys.platform == "linux"
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
-# A lane of the array that is given back has at least so many pieces, so that few are partly filled.
+# A lane has at least this many pieces that are released separately, so that few are partly filled.
 _PIECES = 32
-# So many elements are copied at once.
+# Elements that are copied at once.
 _CHUNK = 1 << 16
-# Lanes of so many bytes at most are short: all of their file has room on the disk.
+# For lanes of at most this many bytes the room of the whole file is reserved at once.
 _SHORT = 1 << 20
 _POPULATE = 23  # MADV_POPULATE_WRITE
-_COLLAPSE = 25  # MADV_COLLAPSE: what is there becomes huge pages
-_BLOCK = 512  # bytes of a block of a file, as the system counts them
-_NO_RESERVE = 0x4000 if GIVES_BACK else 0  # MAP_NORESERVE: room for many entries is never all taken
+_COLLAPSE = 25  # MADV_COLLAPSE: turns existing pages into huge pages
+_BLOCK = 512  # bytes of a block in `st_blocks`
+_NO_RESERVE = 0x4000 if CAN_RELEASE else 0  # MAP_NORESERVE, because most of the room is never used
 
 
 class Arena:
-    """Named arrays, zero at first, each of which begins a page of one mapping.
+    """Named arrays in one mapping. Each begins on a page, and all values are zero at first.
 
-    Memory is taken where arrays are written to. What `give_back` names is zero again afterwards and takes
-    none; it is given back in pieces, which are huge pages where a lane of the array holds enough of them.
+    Only pages that were written take memory. Bytes that `release` has released are zero and take none.
+    Memory is released in pieces, which are huge pages if a lane holds enough of them.
 
     Args:
         shapes: name -> (dtype, shape).
-        lane_bytes: how much of the array that is given back is one lane's; 0 if nothing is.
-        file: descriptor of a file to map, which is empty or has the arena's size; None maps memory.
-        writable: whether what is written to the arrays reaches the file, or stays with this process.
-        lazy: of a file that is written to, names of arrays that have room on the disk as far as it was
-            reserved, unless lanes are short; all else has room at once. None is of a file that is memory.
+        lane_bytes: bytes of one lane in the arrays that are released; 0 if none is.
+        file: descriptor of a file to map, empty or of the size of the arena; None maps memory.
+        writable: whether writes to the arrays reach the file, or stay in this process.
+        lazy: for a file on a disk, names of the arrays for which `reserve` reserves room later, unless
+            lanes are short; room for all other arrays is reserved at once. None for a file in memory.
 
     Raises:
         OSError: the disk is full.
-        ValueError: the file has another size.
+        ValueError: the file has a different size.
 
     Attributes:
         arrays: the arrays by name.
-        piece: bytes that are given back at once.
+        piece: bytes that are released at once.
         num_bytes: the size of all arrays.
-        is_reserved: whether room is to be reserved ahead of what is written.
-        is_cold: whether nothing of the file is read ahead but what `will_need` names.
+        is_reserved: whether room must be reserved before writes.
+        is_cold: whether the system reads only the pages that `will_need` names or that are used.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Arena:
             self.num_bytes += -(-max(size, 1) // self.piece) * self.piece
         self._opened_by: tuple[Any, int] | None = None
         self._file: Any = None
-        # Memory begins at a piece, wherever it is mapped.
+        # In memory the first array begins at an address that is a multiple of a piece.
         self._is_memory = lazy is None
         total = self.num_bytes + 2 * self.piece * self._is_memory
         if file is not None:
@@ -86,17 +86,17 @@ class Arena:
                 raise ValueError(f"the file must have {total:,} bytes, got {size:,}")
             if not size:
                 os.ftruncate(file, total)
-        # To reserve for thousands of lanes, and to give back, takes a call of the system for each.
+        # With short lanes there may be thousands of them, and each would take its own system calls.
         is_lazy = not self._is_memory and lane_bytes > _SHORT
         self.is_reserved = file is not None and (self.piece == _HUGE or is_lazy)
-        if writable and lazy is not None and GIVES_BACK:
+        if writable and lazy is not None and CAN_RELEASE:
             for name in sizes.keys() - (lazy if is_lazy else ()):
                 os.posix_fallocate(self._file, starts[name], sizes[name])
         self._map, first = self._mapped(writable)
         self.is_cold = False
         if file is not None and not self._is_memory:
-            taken, memory = os.fstat(file).st_blocks * _BLOCK, os.sysconf("SC_PHYS_PAGES") * _PAGE
-            self.read_cold(taken > memory)
+            memory = os.sysconf("SC_PHYS_PAGES") * _PAGE
+            self.read_cold(os.fstat(file).st_blocks * _BLOCK > memory)
         self._starts = {name: start + first for name, start in starts.items()}
         self.arrays = {
             name: np.frombuffer(self._map, dtype, prod(shape), self._starts[name]).reshape(shape)
@@ -104,36 +104,37 @@ class Arena:
         }
 
     def _mapped(self, writable: bool) -> tuple[mmap.mmap, int]:
-        """Returns a mapping, and where in it the first array begins.
+        """Returns a mapping, and the byte of the mapping at which the first array begins.
 
-        Pieces of memory are aligned as addresses, those of a file within it, where file systems that have
-        huge pages see to both. Gathers from those are a third faster.
+        Pieces of memory are aligned as addresses; pieces of a file are aligned within the file, because
+        file systems with huge pages align both. Gathers from huge pages are a third faster.
         """
         size = self.num_bytes + self.piece * self._is_memory
         if self._file is None:
-            if not GIVES_BACK:
+            if not CAN_RELEASE:
                 return mmap.mmap(-1, size), 0
-            found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-            # A lane of few huge pages could give nothing back.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            mapping = mmap.mmap(-1, size, flags=flags)
+            # A lane of few huge pages could release nothing.
             pages = mmap.MADV_HUGEPAGE if self.piece == _HUGE else mmap.MADV_NOHUGEPAGE
-            found.madvise(pages)
-            return found, -_address(found) % self.piece
-        # Compiled loops take arrays that can be written. Pages that are not are those of the file.
+            mapping.madvise(pages)
+            return mapping, -_address(mapping) % self.piece
+        # Compiled loops accept only writable arrays, so a reader maps private copies of pages.
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _NO_RESERVE
         if not self._is_memory:
             return mmap.mmap(self._file, size, flags), 0
-        # The system maps a file of memory anywhere, but as a rule twice to the same place.
+        # The system chooses the address of the mapping, and usually the same one the second time.
         offset = _address(mmap.mmap(self._file, size, flags)) % self.piece
         return mmap.mmap(self._file, size, flags, offset=offset), self.piece - offset
 
     @classmethod
     def shared(cls, shapes: Any, lane_bytes: int = 0, name: str = "") -> Arena:
-        """Returns an arena whose memory forked processes share; it is pickled for spawned ones.
+        """Returns an arena whose memory forked processes share; spawned processes receive it pickled.
 
-        `name` is that of the memory of an arena of another process.
+        `name` is the path of the memory if another process has created the arena.
         """
-        if not GIVES_BACK:
-            return cls(shapes, lane_bytes=lane_bytes)  # what is mapped there is shared
+        if not CAN_RELEASE:
+            return cls(shapes, lane_bytes=lane_bytes)  # mappings are shared there
         file = os.open(name, os.O_RDWR) if name else os.memfd_create("trl_storages")
         try:
             arena = cls(shapes, lane_bytes=lane_bytes, file=file)
@@ -144,31 +145,31 @@ class Arena:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._opened_by is None:
-            raise TypeError("memory can't be pickled unless it is shared, on Linux: fork instead.")
-        # Whoever opens it does so while this process lives.
+            raise TypeError("only shared memory on Linux can be pickled: fork the process instead.")
+        # The receiver opens the path while this process lives.
         return self.shared, (*self._opened_by, f"/proc/{os.getpid()}/fd/{self._file}")
 
-    def take(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copies arrays of the same names, but for what is zero, which takes no memory."""
+    def copy_from(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Copies the values of arrays with the same names; zeros are not written and take no memory."""
         for name, array in arrays.items():
-            to, source = self.arrays[name].ravel(), array.ravel()
+            target, source = self.arrays[name].ravel(), array.ravel()
             for start in range(0, len(source), _CHUNK):
-                part = source[start : start + _CHUNK]
-                if part.any():
-                    to[start : start + _CHUNK] = part
+                chunk = source[start : start + _CHUNK]
+                if chunk.any():
+                    target[start : start + _CHUNK] = chunk
             self._make_huge(self._starts[name], self._starts[name] + array.nbytes)
 
     def reserve(self, name: str, first: int, end: int) -> None:
         """Reserves room for bytes `first` to `end` of an array in a file.
 
-        A write to a page of a file that has none kills the process when the disk is full.
+        Without a reservation, a write to a new page of a file kills the process if the disk is full.
 
         Raises:
             OSError: the disk is full.
         """
-        if not GIVES_BACK:
+        if not CAN_RELEASE:
             return
-        # Whole huge pages, else they are made of small ones; at the end of an array to its end.
+        # Whole huge pages, because a part of one would be reserved as small pages.
         unit, base = self.piece if self.piece == _HUGE else 1, self._starts[name]
         start, end = base + first // unit * unit, base + -(-end // unit) * unit
         if self._is_memory:
@@ -176,52 +177,52 @@ class Arena:
         else:
             os.posix_fallocate(self._file, start, end - start)
             page = start // _PAGE * _PAGE
-            # Faults that come one by one take longer than the writes.
+            # Page faults one by one would take longer than the writes.
             with suppress(OSError):
                 self._map.madvise(_POPULATE, page, end - page)
 
     def _make_huge(self, start: int, end: int, touch: bool = False) -> None:
-        """Makes huge pages of what is there of shared memory; with `touch` also of what is not."""
+        """Turns the pages of shared memory into huge pages; `touch` creates missing pages first."""
         for piece in range(start, end, _HUGE) if self.piece == _HUGE else ():
-            with suppress(OSError):  # where there is nothing, or the system has none
+            with suppress(OSError):  # no page exists there, or the system has no huge pages
                 if touch:
                     self._map.madvise(_POPULATE, piece, _PAGE)
                 self._map.madvise(_COLLAPSE, piece, _HUGE)
 
     def read_cold(self, is_cold: bool) -> None:
-        """Says whether most of the file is read from the disk: by default, if memory is smaller."""
-        if not GIVES_BACK:
+        """Sets whether most reads come from the disk; by default true for a file larger than memory."""
+        if not CAN_RELEASE:
             return
         self.is_cold = is_cold
         pages = mmap.MADV_NOHUGEPAGE if is_cold or self.piece < _HUGE else mmap.MADV_HUGEPAGE
-        for how in (mmap.MADV_RANDOM if is_cold else mmap.MADV_NORMAL, pages):
+        for advice in (mmap.MADV_RANDOM if is_cold else mmap.MADV_NORMAL, pages):
             with suppress(OSError):
-                self._map.madvise(how)
+                self._map.madvise(advice)
 
     def will_need(self, name: str, first: np.ndarray, num_bytes: int) -> None:
-        """Has the system read so many bytes from each of `first` `[B]` of an array, all at once."""
+        """Prefetches `num_bytes` bytes of an array from each of `first` `[B]`, concurrently."""
         begin, size = (first + self._starts[name]) // _PAGE * _PAGE, num_bytes + _PAGE
         for start in np.unique(begin).tolist():
             with suppress(OSError):  # beyond the end
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
     def flush(self) -> None:
-        """Waits until what was written is on the disk."""
+        """Waits until all writes are on the disk."""
         self._map.flush()
 
-    def give_back(self, name: str, firsts: np.ndarray, ends: np.ndarray) -> None:
-        """Gives back bytes `firsts` to `ends` `[n]` of an array, as far as they fill pieces."""
-        if not GIVES_BACK:
+    def release(self, name: str, firsts: np.ndarray, ends: np.ndarray) -> None:
+        """Releases the whole pieces within bytes `firsts` to `ends` `[n]` of an array."""
+        if not CAN_RELEASE:
             return
         firsts = -(-firsts // self.piece) * self.piece
         sizes = ends // self.piece * self.piece - firsts
-        is_some = sizes > 0
-        starts = (self._starts[name] + firsts[is_some]).tolist()
-        # A file system that can't make holes keeps the bytes.
-        how = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
+        has_pieces = sizes > 0
+        starts = (self._starts[name] + firsts[has_pieces]).tolist()
+        # A file system without holes keeps the bytes.
+        advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
         with suppress(OSError):
-            for start, size in zip(starts, sizes[is_some].tolist(), strict=True):
-                self._map.madvise(how, start, size)
+            for start, size in zip(starts, sizes[has_pieces].tolist(), strict=True):
+                self._map.madvise(advice, start, size)
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -1,4 +1,4 @@
-"""Tensors in one block of bytes, as they go to a device or to another process."""
+"""Packs tensors into one block of bytes, for a copy to a device or to another process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trl_storages.torchrl_compat import copy_all
 
 __all__ = ["PackedTensor", "pack", "unpack"]
 
-#: What a tensor is, and where it is in a block: key, dtype, shape and offset in bytes.
+#: Key, dtype, shape, and offset in the block in bytes.
 PackedTensor = tuple[NestedKey, torch.dtype, torch.Size, int]
-# Each tensor begins at a multiple of so many bytes, as views of any dtype may.
+# Each tensor begins at a multiple of this many bytes, which suits views of any dtype.
 _ALIGNMENT = 16
 
 
@@ -25,7 +25,7 @@ def pack(
     """Copies dense tensors into one block on the host.
 
     Returns:
-        the block `[bytes]` uint8, and where each tensor is in it, in order.
+        the block `[bytes]` uint8, and its directory: one record for each tensor, in order.
     """
     directory: list[PackedTensor] = []
     size = 0
@@ -40,12 +40,12 @@ def pack(
 
 
 def unpack(block: torch.Tensor, directory: list[PackedTensor]) -> dict[NestedKey, torch.Tensor]:
-    """Returns the tensors of a block as views of it, which share its memory."""
-    elements = {dtype: block.view(dtype) for dtype in {each[1] for each in directory}}
+    """Returns the tensors of a block as views that share its memory."""
+    elements = {dtype: block.view(dtype) for dtype in {dtype for _, dtype, _, _ in directory}}
     tensors = {}
     for key, dtype, shape, offset in directory:
         strides = [*accumulate(shape[:0:-1], mul, initial=1)][::-1] if shape else []
         view = elements[dtype].as_strided(shape, strides, offset // dtype.itemsize)
-        # As far as autograd knows they share nothing: one may be changed while others are needed.
+        # `.data` hides the shared memory from autograd: one may be changed while another is needed.
         tensors[key] = view.data
     return tensors

@@ -1,6 +1,6 @@
 """Rows on a GPU, or on any device, read and written by tensor operations.
 
-Letters: N rows of a block, L lanes it writes, B batch; F, O, S, W and k as in `kernels.entries`.
+Letters: N rows of a block, L lanes of the block, B batch; F, O, S, W and k as in `kernels.entries`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns values on a device, to which a GPU copies them by itself, from pinned memory."""
+    """Returns values on a device; a GPU copies them asynchronously from pinned memory."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if tensor.device == device:
         return tensor
@@ -36,140 +36,128 @@ def sent(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tenso
 def sent_together(
     values: Mapping[NestedKey, torch.Tensor], device: torch.device
 ) -> dict[NestedKey, torch.Tensor]:
-    """Returns values `[B, ...]` on a device, to which one copy brings them, from pinned memory."""
+    """Returns values `[B, ...]` on a device, by one asynchronous copy from pinned memory."""
     block, directory = pack(values, pin_memory=device.type == "cuda")
     return unpack(block.to(device, non_blocking=True), directory)
 
 
 class DeviceEntries:
-    """The entries of a storage on a device; the index stays on the host.
+    """The entries of a buffer on a device; the index stays on the host.
 
-    Reading never waits for the device. Blocks are arrays on the host, which are compared there with a
-    copy of what the streams end with, or tensors on the device: then their flags, and what the streams
-    end with, come to the host in one copy, the only one that waits.
+    Reading never waits for the device. A block of arrays on the host is compared on the host with copies
+    of the last observations of the streams. A block of tensors is compared on the device; its flags and
+    the last observations of its lanes then come to the host in one copy, the only one that waits.
 
     Args:
         layout: of the rows.
-        index: says where they are.
+        index: which entries hold which steps.
         device: of the entries.
     """
 
-    @torch.inference_mode(False)  # it may be written outside of it later
+    @torch.inference_mode(False)  # because writes may happen outside of inference mode
     def __init__(self, layout: Layout, index: EpisodeIndex, device: torch.device) -> None:
         self._layout, self._index, self.device = layout, index, device
-        #: How many steps of a lane may be written at once.
+        #: The largest number of steps of a lane that one write may contain.
         self.most_steps = index.most_steps
         num_entries = index.num_envs * index.entries_per_lane
         self._entries = torch.zeros(
             num_entries, layout.entry_words, dtype=torch.int64, device=device
         )
-        # What each stream ended with at which cursor, `[E, S]`.
-        self._ended_at = np.zeros(index.num_envs, np.int64)
-        self._ends = np.zeros((index.num_envs, layout.seen_words), np.int64)
+        # Copies of the last observations of the streams, `[E, S]`, and the cursors for which they hold.
+        self._tips = np.zeros((index.num_envs, layout.seen_words), np.int64)
+        self._tip_cursors = np.zeros(index.num_envs, np.int64)
 
     def append(
         self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
     ) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane; see `HostEntries.append`."""
-        which, offsets, words, *_ = block
+        lanes, offsets, words, *_ = block
         tables, num_rows = self._index.tables, len(words)
-        how, done, cut, lasts = self._compared_anywhere(block)
+        kinds, done, cut, last = self._compare(block)
         words = sent(words, self.device)
-        at, slots, numbers = np.empty((3, num_rows), np.int64)
-        gaps, cuts = 0, not stops_at_gaps
-        if cuts_gaps or stops_at_gaps:
-            gaps = entries.find_gaps(tables, which, offsets, how, done, cut, cuts)
+        entry, slots, numbers = np.empty((3, num_rows), np.int64)
+        flags = done, cut, cuts_gaps, stops_at_gaps
+        gaps = entries.find_gaps(tables, lanes, offsets, kinds, *flags)
         if gaps and stops_at_gaps:
             return slots, gaps
-        entries.make_room(tables, which, offsets, how, at)
-        entries.enter(tables, which, offsets, how, at, done, cut, slots, numbers)
-        self._copy_in(words, sent(at, self.device))
-        entries.publish(tables, which, offsets)
-        self._keep(which[offsets[1:] > offsets[:-1]], lasts)
+        entries.make_room(tables, lanes, offsets, kinds, entry)
+        entries.enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
+        self._copy_in(words, sent(entry, self.device))
+        entries.publish(tables, lanes, offsets)
+        self._set_tips(lanes[offsets[1:] > offsets[:-1]], last)
         return slots, gaps
 
     def count_gaps(self, block: Block) -> int:
-        """Returns how many gaps a block of any length has."""
-        how, done, cut, _ = self._compared_anywhere(block)
-        flags = done, cut, False
-        return int(entries.find_gaps(self._index.tables, *block[:2], how, *flags))
+        """Returns the number of gaps of a block of any length."""
+        kinds, done, cut, _ = self._compare(block)
+        flags = done, cut, True, True
+        return entries.find_gaps(self._index.tables, block.lanes, block.offsets, kinds, *flags)
 
-    def _compared_anywhere(self, block: Block) -> tuple[Any, ...]:
-        """Compares a block where it is; see `_compared_here`."""
-        if not isinstance(block.words, np.ndarray):
-            return self._compared_here(block)
-        how, lasts = self._compared(block)
-        return how, block.done, block.cut, lasts
-
-    def _tips(self, which: np.ndarray) -> np.ndarray:
-        """Returns where in `_ends` is what streams end with; -1 where nothing was written."""
-        cursors = self._index.cursors[which]
-        # Such as after a load, or where an interrupt came between the cursor and what was kept for it.
-        if len(lanes := which[(cursors > 0) & (self._ended_at[which] != cursors)]):
-            newest = self._index.where[self._index.newest_slots()[lanes]]
-            at = sent(newest, self.device)
-            self._keep(lanes, self.gather(at, at)[:, self._layout.next_word :].cpu().numpy())
-        return np.where(cursors > 0, which, -1)
-
-    def _compared(self, block: Block) -> tuple[np.ndarray, Any]:
-        """Compares a block on the host with what its streams end with.
+    def _compare(self, block: Block) -> tuple[np.ndarray, ...]:
+        """Compares the rows of a block with the observations before them in their streams.
 
         Returns:
-            `[N]` how each row compares, and the last next observation `[S]` of each lane that has rows.
-        """
-        how, layout = np.empty(len(block.words), np.uint8), self._layout
-        S, (_, _, begin, end, _) = layout.seen_words, layout.sizes
-        # As if all that is seen lay in one entry.
-        sizes, tips = (S, S, begin, end, S), self._tips(block.which)
-        entries.compare(self._ends, sizes, 1, tips, block.offsets, block.words, how)
-        last = block.offsets[1:][block.offsets[1:] > block.offsets[:-1]] - 1
-        return how, block.words[last, layout.next_word :]
-
-    def _compared_here(self, block: Block) -> tuple[np.ndarray, ...]:
-        """Compares a block on the device; see `_compared`.
-
-        Returns:
-            `[N]` how each row compares, `[N]` done, `[N]` cut and `[L, S]` the last next observations of
+            `[N]` kinds of the rows, `[N]` done, `[N]` cut, and the last next observations `[L, S]` of the
             lanes that have rows, all on the host.
         """
+        self._update_tips(block.lanes)
+        if isinstance(block.words, torch.Tensor):
+            return self._compare_on_device(block)
+        layout, (lanes, offsets, words, done, cut) = self._layout, block
+        kinds, tables = np.empty(len(words), np.uint8), self._index.tables
+        sizes = tuple(layout.sizes)
+        entries.compare_with_tips(tables, self._tips, sizes, lanes, offsets, words, kinds)
+        last = offsets[1:][offsets[1:] > offsets[:-1]] - 1
+        return kinds, done, cut, words[last, layout.next_word :]
+
+    def _update_tips(self, lanes: np.ndarray) -> None:
+        """Copies the last observations of streams that a load or an interrupted write has changed."""
+        cursors = self._index.cursors[lanes]
+        if len(lanes := lanes[(cursors > 0) & (self._tip_cursors[lanes] != cursors)]):
+            newest = self._index.where[self._index.newest_slots()[lanes]]
+            entry = sent(newest, self.device)
+            last = self.gather(entry, entry)[:, self._layout.next_word :]
+            self._set_tips(lanes, last.cpu().numpy())
+
+    def _set_tips(self, lanes: np.ndarray, last: np.ndarray) -> None:
+        """Keeps copies `[L, S]` of the last observations of streams."""
+        self._tips[lanes], self._tip_cursors[lanes] = last, self._index.cursors[lanes]
+
+    def _compare_on_device(self, block: Block) -> tuple[np.ndarray, ...]:
+        """Compares a block of tensors; see `_compare`."""
         layout, words, size = self._layout, block.words, len(block.words)
         S, has_rows = layout.seen_words, block.offsets[1:] > block.offsets[:-1]
-        which, first = block.which[has_rows], block.offsets[:-1][has_rows]
-        tips = self._tips(which)
+        lanes, first = block.lanes[has_rows], block.offsets[:-1][has_rows]
         before = words[:, layout.next_word :].roll(1, 0)
-        before[sent(first, self.device)] = sent(self._ends[which], self.device)
+        before[sent(first, self.device)] = sent(self._tips[lanes], self.device)
         differs = before != words[:, :S]
-        begin, end = layout.sizes[2:4]
-        goes_on = ~differs[:, begin:end].any(1)
-        how = torch.where(differs.any(1), torch.where(goes_on, SEPARATE, DISCONTINUITY), SHARED)
-        lasts = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
-        # Two bits, and one each: so one copy to the host brings all.
-        flags = how + 4 * block.done + 8 * block.cut
-        both = torch.cat([flags.long(), lasts[:, layout.next_word :].reshape(-1)]).cpu().numpy()
-        kinds = both[:size]
-        found = (kinds & 3).astype(np.uint8)
-        found[first[tips < 0]] = DISCONTINUITY
-        done, cut = (kinds & [[4], [8]]).astype(bool)
-        return found, done, cut, both[size:].reshape(len(first), S)
+        continues = ~differs[:, layout.sizes.first : layout.sizes.end].any(1)
+        kinds = torch.where(continues, SEPARATE, DISCONTINUITY)
+        kinds = torch.where(differs.any(1), kinds, SHARED)
+        last = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
+        # Two bits for the kind and one bit for each flag, so that one copy brings all to the host.
+        flags = kinds + 4 * block.done + 8 * block.cut
+        both = torch.cat([flags.long(), last[:, layout.next_word :].reshape(-1)]).cpu().numpy()
+        bits = both[:size]
+        host_kinds = (bits & 3).astype(np.uint8)
+        host_kinds[first[self._index.cursors[lanes] == 0]] = DISCONTINUITY
+        done, cut = (bits & [[4], [8]]).astype(bool)
+        return host_kinds, done, cut, both[size:].reshape(len(first), S)
 
-    def _keep(self, which: np.ndarray, lasts: np.ndarray) -> None:
-        """Keeps what the streams of lanes end with now, `[L, S]`."""
-        self._ends[which], self._ended_at[which] = lasts, self._index.cursors[which]
-
-    def _copy_in(self, words: torch.Tensor, at: torch.Tensor) -> None:
+    def _copy_in(self, words: torch.Tensor, entry: torch.Tensor) -> None:
         """Copies rows `[N, row_words]` into their entries."""
         layout, skipped = self._layout, self._layout.seen_words - self._layout.observation_words
         if skipped:
             frames = words[:, :skipped].reshape(-1, layout.frame_words)
-            self._entries[:, : layout.frame_words].index_copy_(0, self._older(at), frames)
-        self._entries.index_copy_(0, at, words[:, skipped : layout.next_word])
-        after = self._entries[:, : layout.observation_words]
-        after.index_copy_(0, at + 1, words[:, layout.next_word + skipped :])
+            self._entries[:, : layout.frame_words].index_copy_(0, self._before(entry), frames)
+        self._entries.index_copy_(0, entry, words[:, skipped : layout.next_word])
+        observations = self._entries[:, : layout.observation_words]
+        observations.index_copy_(0, entry + 1, words[:, layout.next_word + skipped :])
 
-    def _older(self, at: torch.Tensor) -> torch.Tensor:
+    def _before(self, entry: torch.Tensor) -> torch.Tensor:
         """Returns the k - 1 entries before each of some entries `[B]`, `[B (k - 1)]`."""
         back = torch.arange(1 - self._layout.frames, 0, device=self.device)
-        return (at[:, None] + back).view(-1)
+        return (entry[:, None] + back).view(-1)
 
     def begin_of(self, entry: int) -> int:
         """Returns the first entry that the step in an entry needs."""
@@ -180,74 +168,75 @@ class DeviceEntries:
         return self._entries[first:end].cpu()
 
     def fill(self, lane: int, parts: Sequence[torch.Tensor]) -> None:
-        """Copies the entries of a lane from its beginning on; the index knows its steps already."""
-        at, self._ended_at[lane] = lane * self._index.entries_per_lane, 0
+        """Copies the entries of a lane, from its first entry on; the index contains the steps already."""
+        first, self._tip_cursors[lane] = lane * self._index.entries_per_lane, 0
         for part in parts:
-            self._entries[at : at + len(part)] = part.to(self.device)
-            at += len(part)
+            self._entries[first : first + len(part)] = part.to(self.device)
+            first += len(part)
 
     def entries_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns the numbers of the entries that rows are in, `[*B]` int64 on the device."""
+        """Returns the entry numbers `[*B]` int64 of rows, on the device."""
         return sent(self._index.where.take(slots.numpy()), self.device)
 
-    def picked(self, entries: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Returns the entry `at` `[B]` of each window, of `[n, B]`."""
-        return entries.gather(0, at[None])[0]
+    def picked(self, windows: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Returns the entry at `step` `[B]` of each window `[n, B]` of entries."""
+        return windows.gather(0, step[None])[0]
 
-    def take(self, key: NestedKey, at: torch.Tensor) -> torch.Tensor:
-        """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
+    def take(self, key: NestedKey, entry: torch.Tensor) -> torch.Tensor:
+        """Reads a field of the rows at entries `[*B]`, `[*B, *shape]`."""
         field = self._layout.by_key[key]
-        flat = at.reshape(-1)
+        flat = entry.reshape(-1)
         if field.is_next:
             flat = flat + 1
         if field.stack is None:
             values = self._column(field).index_select(0, flat).view(field.dtype)
-            return values.view(*at.shape, *field.shape)
+            return values.view(*entry.shape, *field.shape)
         k = self._layout.frames
         flat = flat[:, None] + torch.arange(1 - k, 1, device=self.device)
         frames = self._column(field).index_select(0, flat.view(-1)).view(field.dtype)
-        frames = frames.view(*at.shape, k, *field.frame_shape)
+        frames = frames.view(*entry.shape, k, *field.frame_shape)
         return field.stack.stacks(frames, field.shape)
 
     def _column(self, field: Field) -> torch.Tensor:
-        """Returns a field of all entries as integers, which devices copy whatever they stand for."""
+        """Returns a field of all entries as integers, because some devices can't copy every dtype."""
         size, start, count = field.words
         return self._entries.view(_INTEGERS[size])[:, start : start + count]
 
-    def gather(self, at: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
+    def gather(self, entry: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Reads rows at entries `[B]`, with the next values of the rows at entries `last` `[B]`.
 
         Returns:
             `[B, row_words]` int64.
         """
         layout, k = self._layout, self._layout.frames
         W, O, R = layout.entry_words, layout.observation_words, layout.root_words
-        if k == 1 and last is at:
-            return self._from(0, W + O).index_select(0, at)
-        root, rest = (
-            self._from(0, R).index_select(0, at),
-            self._from(R, W + O).index_select(0, last),
-        )
+        if k == 1 and last is entry:
+            return self._from(0, W + O).index_select(0, entry)
+        root = self._from(0, R).index_select(0, entry)
+        rest = self._from(R, W + O).index_select(0, last)
         if k == 1:
             return torch.cat([root, rest], 1)
-        frames, size = self._from(0, layout.frame_words), (len(at), (k - 1) * layout.frame_words)
-        older, newer = (frames.index_select(0, self._older(it)).view(size) for it in (at, last + 1))
-        return torch.cat([older, root, rest[:, : W - R], newer, rest[:, W - R :]], 1)
+        frames, num_words = self._from(0, layout.frame_words), (k - 1) * layout.frame_words
+        older, next_older = (
+            frames.index_select(0, self._before(it)).view(len(entry), num_words)
+            for it in (entry, last + 1)
+        )
+        return torch.cat([older, root, rest[:, : W - R], next_older, rest[:, W - R :]], 1)
 
     def _from(self, begin: int, end: int) -> torch.Tensor:
-        """Returns words `begin` to `end` of each entry and of what follows it, a view `[E M - 1, *]`."""
+        """Returns words `begin` to `end` of each entry and its next entry, a view `[E M - 1, *]`."""
         W = self._layout.entry_words
         return self._entries.as_strided((len(self._entries) - 1, end - begin), (W, 1), begin)
 
     def paste(self, *_: Any) -> bool:
-        """Returns False: fields of other rows go beside gathered rows; see `HostEntries.paste`."""
+        """Returns False, because a device does not paste fields into rows; see `HostEntries.paste`."""
         return False
 
-    def rewrite(self, key: NestedKey, at: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `at` `[B]`."""
+    def rewrite(self, key: NestedKey, entry: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `[B]`."""
         field = self._layout.by_key[key]
         column = self._column(field)
-        # Whatever the strides of the values are.
-        copied = torch.empty(len(at), field.size, dtype=field.dtype, device=self.device)
+        # A copy, because the values may have any strides.
+        copied = torch.empty(len(entry), field.size, dtype=field.dtype, device=self.device)
         copied.copy_(sent(values, self.device).reshape(copied.shape))
-        column.index_copy_(0, at, copied.view(column.dtype))
+        column.index_copy_(0, entry, copied.view(column.dtype))

@@ -1,4 +1,4 @@
-"""The values that a transition is made of, and observations that are stacks of frames.
+"""The fields of a transition, and observations that are stacks of frames.
 
 Letters: B any leading shape, k frames a stack.
 """
@@ -24,7 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
         *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     )
 }
-#: And their names.
+#: The names of the dtypes.
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -32,14 +32,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class FrameStack:
     """Declares that an observation is a stack of the newest frames, the newest last.
 
-    It follows dtype and shape in `PackedStorage(fields=...)`, and is a value of the recipes'
-    `frame_stack`. Within an episode the next stack of a row is its stack moved by one frame; whatever a
-    stack begins with, such as its first frame repeated or zeros, reads back as it was.
+    Pass it after dtype and shape in `PackedStorage(fields=...)`, or as a value of the presets'
+    `frame_stack`. Within an episode the next stack of a transition must be its stack moved by one frame.
+    The first stack of an episode may hold any frames, for example repeated ones or zeros.
 
     Args:
-        num_frames: k, the same for all stacks of a storage.
-        dim: the dimension along which frames are stacked. The first may hold several channels a frame,
-            as in TorchRL's `CatFrames` and DrQ-v2; any other must have size k.
+        num_frames: k, the same for all stacks of a buffer.
+        dim: the dimension along which frames are stacked. The first dimension may hold several channels
+            for each frame, as in TorchRL's `CatFrames` and DrQ-v2; any other dimension must have size k.
 
     Raises:
         ValueError: `num_frames` is below 2.
@@ -58,63 +58,65 @@ class FrameStack:
             raise ValueError(f"num_frames must be at least 2, got {self.num_frames}.")
 
     def frame_shape(self, shape: Sequence[int]) -> torch.Size:
-        """Returns the shape of a frame of stacks of this shape.
+        """Returns the shape of one frame of stacks of a shape.
 
         Raises:
-            ValueError: it is not the shape of a stack of `num_frames` frames.
+            ValueError: the shape is not one of stacks of `num_frames` frames.
         """
         count, num_dims = self.num_frames, len(shape)
         if not -num_dims <= self.dim < num_dims:
-            raise ValueError(f"dim must be one of those of {list(shape)}, got {self.dim}.")
-        place = self.dim % num_dims
-        size = shape[place]
-        if size == 0 or size % count or (place and size != count):
-            must = "just" if place else "a multiple of"
+            raise ValueError(f"dim must be a dimension of shape {list(shape)}, got {self.dim}.")
+        dim = self.dim % num_dims
+        size = shape[dim]
+        if size == 0 or size % count or (dim and size != count):
+            quantity = "exactly" if dim else "a multiple of"
             raise ValueError(
-                f"a stack must have {must} num_frames={count} along dim={self.dim}, got {list(shape)}."
+                f"a stack must have {quantity} num_frames={count} along dim={self.dim}, "
+                f"got {list(shape)}."
             )
-        rest = [*shape[:place], *shape[place + 1 :]]
-        return torch.Size([size // count, *rest] if place == 0 and size > count else rest)
+        rest = [*shape[:dim], *shape[dim + 1 :]]
+        return torch.Size([size // count, *rest] if dim == 0 and size > count else rest)
 
     def frames(self, stacks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns stacks `[*B, *shape]` as frames `[*B, k, *frame_shape]`, if possible as a view."""
+        """Returns stacks `[*B, *shape]` as frames `[*B, k, *frame_shape]`, as a view if possible."""
         batch = stacks.shape[: stacks.ndim - len(shape)]
         moved = stacks.movedim(len(batch) + self.dim % len(shape), len(batch))
         return moved.reshape(*batch, self.num_frames, *self.frame_shape(shape))
 
     def stacks(self, frames: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Returns frames `[*B, k, *frame_shape]` as stacks `[*B, *shape]`, if possible as a view."""
+        """Returns frames `[*B, k, *frame_shape]` as stacks `[*B, *shape]`, as a view if possible."""
         batch = frames.shape[: frames.ndim - len(self.frame_shape(shape)) - 1]
-        if (place := self.dim % len(shape)) == 0:
+        if (dim := self.dim % len(shape)) == 0:
             return frames.reshape(*batch, *shape)
-        return frames.movedim(len(batch), len(batch) + place)
+        return frames.movedim(len(batch), len(batch) + dim)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One value of a transition, and where it lies in an entry.
+    """One field of a transition, and its position in an entry.
 
     Args:
-        key: its key in a TensorDict.
-        dtype: of its elements.
-        shape: of its value in one transition.
-        at: its first byte in an entry, or in the frame of a record; of a stack, that of its newest frame.
-        stack: whether, and how, it is a stack of frames.
-        is_next: whether it is read from the observation of the entry after that of the step.
-        in_record: whether it is part of the frame that is stored as what changed.
+        key: of the field in a TensorDict.
+        dtype: of the elements.
+        shape: of the value in one transition.
+        offset: the first byte of the field in an entry, or in a compressed frame; for a stack, the first
+            byte of its newest frame.
+        stack: how frames are stacked; None if the field is no stack.
+        is_next: whether the value is read from the observation in the next entry.
+        in_record: whether the field is part of a compressed frame.
     """
 
     key: NestedKey
     dtype: torch.dtype
     shape: torch.Size
-    at: int
+    offset: int
     stack: FrameStack | None = None
     is_next: bool = False
     in_record: bool = False
 
     @cached_property
     def frame_shape(self) -> torch.Size:
-        """The shape of what lies in one entry."""
+        """The shape of the values in one entry."""
         return self.shape if self.stack is None else self.stack.frame_shape(self.shape)
 
     @cached_property
@@ -124,9 +126,9 @@ class Field:
 
     @cached_property
     def words(self) -> tuple[int, int, int]:
-        """The size of integers that it is copied as, the first one in an entry, and their number."""
+        """The field as integers: the size of one, the first one in an entry, and their number."""
         size = min(self.dtype.itemsize, WORD)
-        return size, self.at // size, self.size * self.dtype.itemsize // size
+        return size, self.offset // size, self.size * self.dtype.itemsize // size
 
     def __str__(self) -> str:
         stacked = "" if self.stack is None else f" as {self.stack}"

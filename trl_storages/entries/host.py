@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,22 +18,22 @@ from trl_storages.entries.arena import Arena
 from trl_storages.entries.fields import Field
 from trl_storages.entries.layout import Block, Layout
 from trl_storages.index import EpisodeIndex
-from trl_storages.kernels import DISCONTINUITY, SHARED, checksums, entries, frames
+from trl_storages.kernels import checksums, entries, frames
 
 __all__ = ["HostEntries", "arena_sizes"]
 
-# Bytes that are reserved ahead at most.
-_AHEAD = 1 << 20
-# Memory is given back in so many turns at most, each of the next lanes.
+# A write reserves room for at most this many bytes of later writes.
+_MOST_RESERVED = 1 << 20
+# Unused memory of all lanes is released in at most this many turns, a group of lanes at a time.
 _TURNS = 8
 
 
 def arena_sizes(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False) -> dict[str, Any]:
-    """Returns the arguments of an `Arena` for rows with their index."""
+    """Returns the arguments of an `Arena` that holds entries and their index."""
     num_entries = index.num_envs * index.entries_per_lane
     shapes = {
         **index.table_shapes(),
-        "marks": (np.int64, (num_entries if is_in_file else 0, checksums.NUM_WORDS)),
+        "checksums": (np.int64, (num_entries if is_in_file else 0, checksums.NUM_WORDS)),
         "entries": (np.int64, (num_entries, layout.entry_words)),
     }
     lane_bytes = index.entries_per_lane * layout.entry_words * 8
@@ -44,45 +45,56 @@ def arena_sizes(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False
 
 
 class HostEntries:
-    """The entries of a storage in memory.
+    """The entries of a buffer in memory or in a file.
 
     Args:
         layout: of the rows.
-        index: says where they are, by tables of the arena.
-        arena: holds the `entries` `[E M, W]`, and in a file their `marks`, see `kernels.checksums`.
+        index: which entries hold which steps; it uses the tables of the arena from now on.
+        arena: holds the `entries` `[E M, W]`, and in a file their `checksums`, see `kernels.checksums`.
     """
+
+    # The compiled loops that compare, write and read the entries.
+    _loops: ModuleType = entries
 
     def __init__(self, layout: Layout, index: EpisodeIndex, arena: Arena) -> None:
         self._layout, self._index, self._arena = layout, index, arena
         index.use(arena.arrays)
         #: `[E M, W]`.
         self.entries = arena.arrays["entries"]
-        #: The marks, none in memory, and the constants of their checks.
+        #: The store of the loops, see `kernels.entries`.
+        self.store: tuple[Any, ...] = self.entries, tuple(layout.sizes), layout.frames
+        #: `[E M, 3]`, without entries in memory.
+        self.checksums = arena.arrays["checksums"]
         num_words = layout.entry_words + layout.record_words
-        self.marked = arena.arrays["marks"], checksums.multipliers(num_words, layout.frames)
-        self.is_in_file = len(self.marked[0]) > 0
-        #: How many steps of a lane may be written at once.
+        #: The checksums and their multipliers.
+        self.checksum_tables = self.checksums, checksums.multipliers(num_words, layout.frames)
+        self.is_in_file = len(self.checksums) > 0
+        # The number of words of an entry that its observation takes, and k.
+        self._step_sizes = layout.observation_words, layout.frames
+        #: The largest number of steps of a lane that one write may contain.
         self.most_steps = index.most_steps
-        # Elements are copied as unsigned words of their size.
+        # Elements are copied as unsigned integers of their size.
         self._words = {size: self.entries.view(f"u{size}") for size in (1, 2, 4, 8)}
-        # Where fields that are pasted begin in a row.
-        self._firsts = cache(layout.field_offsets)
-        # The arrays that have something for each entry, and how many bytes.
-        self._sizes = {"entries": layout.entry_words * 8}
-        # After so many rows one more lane may have left a piece of memory, which it then gives back.
-        self._often = max(arena.piece // (layout.entry_words * 8), 1)
-        self._written, self._next, self._together = 0, 0, -(-index.num_envs // _TURNS)
+        # Positions of pasted fields in a row.
+        self._field_offsets = cache(layout.field_offsets)
+        # The arrays with values for each entry, and their number of bytes for an entry.
+        self._entry_bytes = {"entries": layout.entry_words * 8}
+        # After this many rows a lane may have left a piece of memory, which is then released.
+        self._release_interval = max(arena.piece // (layout.entry_words * 8), 1)
+        self._num_written, self._next_lane, self._group = 0, 0, -(-index.num_envs // _TURNS)
         if self.is_in_file:
-            self._sizes["marks"] = checksums.NUM_WORDS * 8
-            # To give back a part of a file takes milliseconds, whatever its size.
-            self._often = (
-                max(self._often, index.steps_per_lane // 8) if arena.is_reserved else 1 << 62
-            )
-        # For so many entries more there is room on the disk, in each lane.
-        self._reserved = 0
+            self._entry_bytes["checksums"] = checksums.NUM_WORDS * 8
+            self._release_rarely()
+        # The number of further entries, in each lane, for which room is reserved on the disk.
+        self._num_reserved = 0
+
+    def _release_rarely(self) -> None:
+        """Releases parts of a file seldom, because a release takes milliseconds whatever its size."""
+        rare = self._index.steps_per_lane // 8 if self._arena.is_reserved else 1 << 62
+        self._release_interval = max(self._release_interval, rare)
 
     def read_cold(self, is_cold: bool) -> None:
-        """Says whether most entries of a file have to be read from the disk, see `Arena`."""
+        """Sets whether most entries of a file have to be read from the disk, see `Arena`."""
         self._arena.read_cold(is_cold)
 
     def append(
@@ -92,95 +104,86 @@ class HostEntries:
 
         Args:
             block: the rows.
-            cuts_gaps: whether a row that does not continue the one before it begins an episode.
-            stops_at_gaps: whether nothing is written where there are such rows.
+            cuts_gaps: whether a row that does not continue the row before begins an episode.
+            stops_at_gaps: whether nothing is written if there are such rows.
 
         Returns:
-            `[N]` int64 slots, and how many gaps were cut.
+            `[N]` int64 slots, and the number of gaps.
 
         Raises:
-            OSError: the disk is full. Nothing is written then.
+            OSError: the disk is full. Nothing is written.
         """
         num_rows = len(block.words)
         if self._arena.is_reserved:
             self._reserve(int(np.diff(block.offsets).max()))
         slots = np.empty(num_rows, np.int64)
-        gaps = self._put(block, cuts_gaps, stops_at_gaps, slots)
+        store = self._index.tables, self.store
+        results = slots, self.checksum_tables
+        gaps = int(self._loops.put(*store, *block, cuts_gaps, stops_at_gaps, *results))
         if gaps and stops_at_gaps:
             return slots, gaps
-        self._written += num_rows
-        if self._written >= self._often * self._together:
-            self._give_back()
+        self._num_written += num_rows
+        if self._num_written >= self._release_interval * self._group:
+            self._release()
         return slots, gaps
 
     def count_gaps(self, block: Block) -> int:
-        """Returns how many gaps a block of any length has."""
-        how = np.empty(len(block.words), np.uint8)
-        self._compare(block, how)
-        flags = block.done, block.cut, False
-        return int(entries.find_gaps(self._index.tables, *block[:2], how, *flags))
-
-    def _compare(self, block: Block, how: np.ndarray) -> None:
-        index, tips = self._index, np.empty(len(block.which), np.int64)
-        kinds = self._layout.sizes, index.stack
-        entries.find_tips(index.tables, block.which, tips)
-        entries.compare(self.entries, *kinds, tips, block.offsets, block.words, how)
-
-    def _put(self, block: Block, *flags_and_slots: Any) -> int:
-        tables = self._index.tables, self.entries, self._layout.sizes
-        given: tuple[Any, ...] = *tables, *block, *flags_and_slots, self.marked
-        return int(entries.put(*given))
+        """Returns the number of gaps of a block of any length."""
+        lanes, offsets, words, done, cut = block
+        tables, kinds = self._index.tables, np.empty(len(words), np.uint8)
+        self._loops.compare_block(tables, self.store, lanes, offsets, words, kinds)
+        return int(entries.find_gaps(tables, lanes, offsets, kinds, done, cut, True, True))
 
     def _reserve(self, num_rows: int) -> None:
-        """Reserves room on the disk for a write of so many rows a lane, and for some more."""
+        """Reserves room on the disk for a write of `num_rows` a lane, and for later writes."""
         index, k = self._index, self._index.stack
         need = num_rows * (k + 1) + k
-        self._reserved -= need
-        if self._reserved >= 0:
+        self._num_reserved -= need
+        if self._num_reserved >= 0:
             return
-        M, size = index.entries_per_lane, self._sizes["entries"]
-        some = max(min(_AHEAD, M * size // 16), self._arena.piece) // size
-        ahead = min(need + some, M)
+        M, size = index.entries_per_lane, self._entry_bytes["entries"]
+        later = max(min(_MOST_RESERVED, M * size // 16), self._arena.piece) // size
+        num_entries = min(need + later, M)
         newest = index.where[index.newest_slots()]
         heads = np.where(index.cursors > 0, newest + 2 - np.arange(index.num_envs) * M, 0)
         for lane, head in enumerate(heads.tolist()):
-            # With what the stream ends with. At the end of a lane it goes on at the beginning.
-            begin, end, base = max(head - 1, 0), head + ahead, lane * M
-            for first, last in [(begin, end)] if end <= M else [(begin, M), (0, ahead)]:
+            # From the last entry of the stream on; a stream continues at the beginning of its lane.
+            begin, end, base = max(head - 1, 0), head + num_entries, lane * M
+            for first, last in [(begin, end)] if end <= M else [(begin, M), (0, num_entries)]:
                 self._for_entries(self._arena.reserve, base + first, base + last)
-        self._reserved = ahead - need
+        self._num_reserved = num_entries - need
 
-    def _give_back(self) -> np.ndarray:
-        """Gives back memory that no live step needs and no stream ends with, of the next lanes.
+    def _release(self) -> np.ndarray:
+        """Releases the memory of the next lanes that no valid step and no end of a stream needs.
 
         Returns:
-            these lanes, but for those without steps.
+            the lanes that have steps.
         """
-        index, M, first = self._index, self._index.entries_per_lane, self._next
-        due, self._written = divmod(self._written, self._often)
-        last = min(first + due, index.num_envs)
-        # Before it is given back, so that an interrupt leaves no reserved room that is not there.
-        self._next, self._reserved = last % index.num_envs, 0
+        index, M, first = self._index, self._index.entries_per_lane, self._next_lane
+        num_lanes, self._num_written = divmod(self._num_written, self._release_interval)
+        last = min(first + num_lanes, index.num_envs)
+        # Set before the release, so that no released room counts as reserved after an interrupt.
+        self._next_lane, self._num_reserved = last % index.num_envs, 0
         lanes = first + np.flatnonzero(index.cursors[first:last] > 0)
         newest = index.cursors[lanes] - 1
         oldest = np.minimum(index.tails[lanes], newest)
         starts = index.where[index.slots_of(lanes, oldest)] - (index.depth - 1)
         starts = np.maximum(starts, lanes * M)
         heads = index.where[index.slots_of(lanes, newest)] + 2
-        # A stream lies between these two, or around the end of its lane.
-        is_around, ends = starts >= heads, (lanes + 1) * M
+        # A stream lies between its start and its head, or wraps around the end of its lane.
+        wraps, ends = starts >= heads, (lanes + 1) * M
         used = np.stack([starts, heads, ends, ends], 1)
-        used[is_around, 0], used[is_around, 2] = ends[is_around] - M, starts[is_around]
+        used[wraps, 0], used[wraps, 2] = ends[wraps] - M, starts[wraps]
         used = used.reshape(-1, 2)
         used = used[used[:, 0] < used[:, 1]]
-        # One call gives back what lies between two streams, also of neighbouring lanes.
+        # One call releases the entries between two streams, also across lanes.
         unused = np.append(first * M, used[:, 1]), np.append(used[:, 0], last * M)
-        self._for_entries(self._arena.give_back, *unused)
+        self._for_entries(self._arena.release, *unused)
         return lanes
 
     def _for_entries(self, act: Callable[[str, Any, Any], None], first: Any, end: Any) -> None:
-        """Reserves, or gives back, what entries `first` to `end` take."""
-        for name, size in self._sizes.items():
+        """Reserves or releases the memory of entries `first` to `end`."""
+        for name, size in self._entry_bytes.items():
             act(name, first * size, end * size)
 
     def begin_of(self, entry: int) -> int:
@@ -192,127 +195,137 @@ class HostEntries:
         return torch.from_numpy(self.entries[first:end])
 
     def fill(self, lane: int, parts: Sequence[torch.Tensor], *records: Any) -> None:
-        """Copies the entries of a lane from its beginning on; the index knows its steps already.
+        """Copies the entries of a lane, from its first entry on; the index contains the steps already.
 
         Args:
-            lane: its number.
+            lane: number of the lane.
             parts: the entries `[n, W]`.
-            *records: position and bytes of their records, where frames are stored as what changed.
+            *records: position and bytes of the records, if frames are compressed.
 
         Raises:
             OSError: the disk is full.
         """
         M = self._index.entries_per_lane
-        at = lane * M
+        first = lane * M
         if self.is_in_file:
-            self._for_entries(self._arena.reserve, at, at + sum(map(len, parts)))
+            self._for_entries(self._arena.reserve, first, first + sum(map(len, parts)))
         else:
-            self._for_entries(self._arena.give_back, np.array([at]), np.array([at + M]))
+            self._for_entries(self._arena.release, np.array([first]), np.array([first + M]))
         for part in parts:
-            self.entries[at : at + len(part)] = part.numpy()
-            at += len(part)
+            self.entries[first : first + len(part)] = part.numpy()
+            first += len(part)
+
+    def _observation_checksums(self, entry: np.ndarray) -> np.ndarray:
+        """Computes the checksums of the observations that the steps in entries `[B]` need, `[E M]`."""
+        computed = np.empty(len(self.entries), np.int64)
+        checksums.compute_observation_checksums(
+            self.entries, *self._step_sizes, self.checksum_tables[1], entry, computed
+        )
+        return computed
 
     def write_all_checksums(self) -> None:
-        """Marks the entries of all steps, in a file that was filled."""
+        """Writes the checksums of all steps, in a file that was filled."""
         _, steps, slots = self._index.retained_steps()
-        at = self._index.where[slots]
-        how = np.full(len(at), DISCONTINUITY, np.uint8)
-        how[1:][np.diff(at) == 1] = SHARED
-        numbers = checksums.numbers(self._index.tables, slots, steps)
-        sizes = self._layout.observation_words, self._layout.frames
-        checksums.mark(self.entries, *sizes, self.marked, how, at, numbers)
+        entry = self._index.where[slots]
+        needed = entry[:, None] + np.arange(1 - self._index.stack, 2)
+        self.checksums[needed] = 0
+        self.checksums[needed, checksums.OBSERVATION] = self._observation_checksums(entry)[needed]
+        numbers = checksums.step_numbers(self._index.tables, slots, steps)
+        checksums.write_step_checksums(
+            self.entries, *self._step_sizes, self.checksum_tables, entry, numbers
+        )
 
-    def are_intact(self, at: np.ndarray) -> np.ndarray:
-        """Returns whether the steps in entries `[B]` of a file are whole, with what they need."""
-        whole = np.empty(len(at), bool)
-        sizes = self._layout.observation_words, self._layout.frames
-        checksums.are_intact(self.entries, *sizes, self.marked, at, whole)
-        return whole
+    def are_intact(self, entry: np.ndarray) -> np.ndarray:
+        """Returns whether the steps in entries `[B]` of a file are intact, with their observations."""
+        intact, computed = np.empty(len(entry), bool), self._observation_checksums(entry)
+        checksums.are_intact(
+            self.entries, *self._step_sizes, self.checksum_tables, entry, computed, intact
+        )
+        return intact
 
     def entries_of(self, slots: torch.Tensor) -> np.ndarray:
-        """Returns the numbers of the entries that rows are in, `[*B]` int64, which are read next."""
-        at = self._index.where.take(slots.numpy())
+        """Returns the entry numbers `[*B]` int64 of rows, and prefetches the entries of a cold file."""
+        entry = self._index.where.take(slots.numpy())
         if self._arena.is_cold:
-            k, size = self._layout.frames, self._sizes["entries"]
-            self._arena.will_need("entries", (at.reshape(-1) - (k - 1)) * size, (k + 1) * size)
-        return at
+            k, size = self._layout.frames, self._entry_bytes["entries"]
+            self._arena.will_need("entries", (entry.reshape(-1) - (k - 1)) * size, (k + 1) * size)
+        return entry
 
-    def picked(self, entries: np.ndarray, at: torch.Tensor) -> np.ndarray:
-        """Returns the entry `at` `[B]` of each window, of `[n, B]`."""
-        found: np.ndarray = entries[at.numpy(), np.arange(len(at))]
-        return found
+    def picked(self, windows: np.ndarray, step: torch.Tensor) -> np.ndarray:
+        """Returns the entry at `step` `[B]` of each window `[n, B]` of entries."""
+        entry: np.ndarray = windows[step.numpy(), np.arange(len(step))]
+        return entry
 
-    def take(self, key: NestedKey, at: np.ndarray) -> torch.Tensor:
-        """Reads a field of the rows at entries `at` `[*B]`, `[*B, *shape]`."""
+    def take(self, key: NestedKey, entry: np.ndarray) -> torch.Tensor:
+        """Reads a field of the rows at entries `[*B]`, `[*B, *shape]`."""
         field = self._layout.by_key[key]
         size, _, count = field.words
         words = self._words[size]
-        flat = at.reshape(-1)
+        flat = entry.reshape(-1)
         k = self._layout.frames if field.stack else 1
-        # An array that is made without rows has no strides to be viewed by.
-        found = np.empty((len(flat) or 1, k, count), words.dtype)[: len(flat)]
-        self._copy_field(field, words, flat, found)
-        values = torch.from_numpy(found).view(field.dtype)
+        # torch can't view a tensor of an array that was created with no rows.
+        copied = np.empty((len(flat) or 1, k, count), words.dtype)[: len(flat)]
+        self._copy_field(field, words, flat, copied)
+        values = torch.from_numpy(copied).view(field.dtype)
         if field.stack is None:
-            return values.view(*at.shape, *field.shape)
-        return field.stack.stacks(values.view(*at.shape, k, *field.frame_shape), field.shape)
+            return values.view(*entry.shape, *field.shape)
+        return field.stack.stacks(values.view(*entry.shape, k, *field.frame_shape), field.shape)
 
-    def _copy_field(self, field: Field, words: np.ndarray, at: np.ndarray, out: np.ndarray) -> None:
-        entries.take(words, at, int(field.is_next), field.words[1], out)
+    def _copy_field(
+        self, field: Field, words: np.ndarray, entry: np.ndarray, out: np.ndarray
+    ) -> None:
+        entries.take(words, entry, int(field.is_next), field.words[1], out)
 
-    def gather(self, at: np.ndarray, last: np.ndarray) -> torch.Tensor:
-        """Reads whole rows at entries `at` `[B]`, with what follows entries `last` as their next.
+    def gather(self, entry: np.ndarray, last: np.ndarray) -> torch.Tensor:
+        """Reads rows at entries `[B]`, with the next values of the rows at entries `last` `[B]`.
 
         Returns:
             `[B, row_words]` int64.
         """
-        rows = np.empty((len(at) or 1, self._layout.row_words), np.int64)[: len(at)]
-        self._copy_rows(at, last, rows)
+        rows = np.empty((len(entry) or 1, self._layout.row_words), np.int64)[: len(entry)]
+        self._loops.gather(self.store, entry, last, rows)
         return torch.from_numpy(rows)
-
-    def _copy_rows(self, at: np.ndarray, last: np.ndarray, out: np.ndarray) -> None:
-        entries.gather(self.entries, self._layout.sizes, self._layout.frames, at, last, out)
 
     def paste(
         self,
         rows: torch.Tensor,
         key: NestedKey,
-        at: np.ndarray,
+        entry: np.ndarray,
         mask: torch.Tensor,
         targets: tuple[NestedKey, ...],
     ) -> bool:
-        """Copies a field of the rows at entries `at` `[B]` into others of gathered rows `[B, *]`.
+        """Copies a field of the rows at entries `[B]` into other fields of gathered rows `[B, *]`.
 
         Args:
-            rows: as `gather` returned them.
-            key: of the field that is copied.
-            at: from where.
-            mask: `[B]` bool, to which rows.
-            targets: keys of fields of the same dtype and shape.
+            rows: as returned by `gather`.
+            key: of the field that is read.
+            entry: `[B]`.
+            mask: `[B]` bool, which rows are written.
+            targets: keys of the fields that are written, of the same dtype and shape.
 
         Returns:
-            False if there are no such fields, or they are stacks: then nothing was done.
+            whether the field was copied. False if a target is no such field, or the fields are stacks.
         """
         field = self._layout.by_key[key]
         size, start, count = field.words
-        firsts = self._firsts(key, targets)
+        firsts = self._field_offsets(key, targets)
         if not len(firsts):
             return False
-        source = self._words[size], at, int(field.is_next), start, count
+        source = self._words[size], entry, int(field.is_next), start, count
         entries.paste(*source, mask.numpy(), rows.numpy(), firsts)
         return True
 
-    def rewrite(self, key: NestedKey, at: np.ndarray, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `at` `[B]`.
+    def rewrite(self, key: NestedKey, entry: np.ndarray, values: torch.Tensor) -> None:
+        """Overwrites a field of the step of the rows at different entries `[B]`.
 
         Raises:
-            TypeError: the rows are in a file: a power cut could leave a mixture.
+            TypeError: the rows are in a file, where a power cut could leave torn values.
         """
         if self.is_in_file:
-            raise TypeError("rows in a directory are never overwritten; keep them in memory.")
+            raise TypeError("transitions in a directory can't be overwritten; keep them in memory.")
         field = self._layout.by_key[key]
         size, start, count = field.words
-        copied = torch.empty(len(at), field.size, dtype=field.dtype, device="cpu")
+        copied = torch.empty(len(entry), field.size, dtype=field.dtype, device="cpu")
         copied.copy_(values.reshape(copied.shape))
         words = self._words[size]
-        words[at, start : start + count] = copied.view(torch.uint8).numpy().view(words.dtype)
+        words[entry, start : start + count] = copied.view(torch.uint8).numpy().view(words.dtype)

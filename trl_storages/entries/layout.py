@@ -1,4 +1,4 @@
-"""How the fields of a transition lie in entries and rows, in words of 8 bytes.
+"""The layout of the fields of a transition in entries and rows, in words of 8 bytes.
 
 Letters: B any leading shape; F, O, S, W and k as in `kernels.entries`.
 """
@@ -16,38 +16,37 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages.entries.fields import DTYPES, WORD, Field
-from trl_storages.kernels import entries
+from trl_storages.kernels import Sizes, entries
 from trl_storages.torchrl_compat import new_tensordict
 
 __all__ = ["Block", "Layout", "Nested", "nest", "nested_sizes"]
 
-#: Batch dimensions of nested TensorDicts beyond those of the outermost one: `(path, extra sizes)`.
+#: `(path, further sizes)` of nested TensorDicts with more batch dimensions than the outermost one.
 Nested = tuple[tuple[tuple[str, ...], torch.Size], ...]
 
 
 class _Fields(dict[NestedKey, Field]):
     def __missing__(self, key: NestedKey) -> Field:
-        there = sorted(self, key=str)
-        raise KeyError(f"the rows have no field {key!r}; they have {there}.")
+        raise KeyError(f"the rows have no field {key!r}; they have {sorted(self, key=str)}.")
 
 
 class Layout:
-    """Places the fields of a transition.
+    """Chooses the positions of the fields of a transition.
 
-    A field that has a twin of the same dtype and shape under `next` is part of the *observation*, and
-    stored once for both; every other is part of the *step*, and so are rewards, flags and counts of steps
-    wherever they stand. A row as it is seen is `[observation | step | next observation]`: one gather
-    fetches whole rows, and one block holds those to be written.
+    A field with a next value of the same dtype and shape is part of the *observation*, which is stored
+    once for both. All other fields are part of the *step*. Rewards, flags and counts of steps are always
+    part of the step. A row is `[observation | step | next observation]`, so that one gather reads whole
+    rows and a block of rows can be written.
 
     Args:
         fields: key -> (dtype, shape) of one transition, or (dtype, shape, FrameStack).
-        nested: batch dimensions that nested TensorDicts have beyond that of the rows, by path.
-        keyframes: K, if stacks, and observations of bytes with two dimensions or more, are stored as what
-            changed: every K-th by itself; 0 stores all as they are. See `kernels.frames`.
+        nested: path -> batch dimensions of nested TensorDicts beyond the batch dimension of the rows.
+        keyframes: K, the interval of keyframes, to compress stacks and observations that are uint8 with
+            two dimensions or more; 0 compresses nothing. See `kernels.frames`.
 
     Raises:
-        ValueError: there is no field, or a stack has another number of frames than the others, or no
-            next value of its shape; or nothing is to be stored as what changed.
+        ValueError: there is no field, stacks have different numbers of frames, a stack has no next value
+            of its shape, or `keyframes` is not 0 but no field can be compressed.
         TypeError: rows can't hold a dtype.
 
     >>> fields = {"observation": (torch.float32, (3,)), ("next", "observation"): (torch.float32, (3,))}
@@ -62,18 +61,17 @@ class Layout:
         nested: Nested = (),
         keyframes: int = 0,
     ) -> None:
-        #: key -> (dtype, shape) or (dtype, shape, FrameStack), as given.
+        #: key -> (dtype, shape) or (dtype, shape, FrameStack), the fields in the order of the argument.
         self.described = {
             unravel_key(key): (dtype, torch.Size(shape), *stack)
             for key, (dtype, shape, *stack) in fields.items()
         }
-        #: As given.
         self.nested, self.keyframes = nested, keyframes
         self._check_dtypes()
         #: Whether transitions have next observations.
         self.has_next = keys.have_next(self.described)
         kinds = {key: kind[:2] for key, kind in self.described.items()}
-        # What is stored once with its next values.
+        # Observations, which are stored once for both values.
         seen = [key for key in keys.shared_keys(kinds) if kinds[keys.next_key(key)] == kinds[key]]
         twins = {keys.next_key(key): key for key in seen}
         stacks = [key for key in seen if len(self.described[key]) > 2]
@@ -85,7 +83,8 @@ class Layout:
         images = [key for key in single if keyframes and self._is_image(key)]
         deciding = [key for key in single if key in decides]
         if deciding and {*stacks} & {*decides}:
-            # All that decides must lie side by side: an image of a goal beside stacks stays as it is.
+            # The fields that decide whether rows are consecutive must be consecutive words. Therefore
+            # the image of a goal is not compressed if there are stacks.
             images = [key for key in images if key in decides]
         placed, ends = self._placed(
             stacks,
@@ -96,44 +95,37 @@ class Layout:
             [key for key in steps if key[0] != "next"],
             [key for key in steps if key[0] == "next"],
         )
-        #: F, words of a frame of stacks; O, of an observation; and before what is `next`.
-        (
-            self.frame_words,
-            start,
-            images_end,
-            middle,
-            self.observation_words,
-            self.root_words,
-            end,
-        ) = ends
+        #: F, words of a frame of stacks; O, words of an observation; R, words before `next` values.
+        self.frame_words, start, images_end, middle, *ends = ends
+        self.observation_words, self.root_words, end = ends
         self._skipped = (self.frames - 1) * self.frame_words
-        #: C, words of an entry that lie in a record; what takes their place is one word.
+        #: C, words of a compressed frame, which one word replaces in an entry; 0 if none is compressed.
         self.record_words = images_end if keyframes else 0
         if keyframes and not self.record_words:
             raise ValueError(
-                "compress=True is for stacks of frames, and for observations that are uint8 with two "
+                "compress=True needs stacks of frames, or observations that are uint8 with two "
                 f"dimensions or more; the fields are {self.described}."
             )
-        self._moved = self.record_words - 1 if keyframes else 0
+        self._removed = self.record_words - 1 if keyframes else 0
         #: W, words of an entry.
-        self.entry_words = end - self._moved
-        #: How many entries up to its own an entry needs, and bytes of a row of pixels.
+        self.entry_words = end - self._removed
+        #: The number of entries, its own included, that a step needs; and bytes of a row of pixels.
         self.depth = self.frames + max(keyframes - 1, 0)
         self.pixel_row = self._pixel_row(placed)
-        #: S, words of an observation as it is seen; where the next one begins in a row; a row's words.
+        #: Words of an observation with all frames, S; of a row before the next observation; of a row.
         self.seen_words = self.observation_words + self._skipped
         self.next_word = end + self._skipped
         self.row_words = self.next_word + self.seen_words
         begin = 0 if set(stacks) & set(decides) else start + self._skipped
         end = (middle if deciding else self.frame_words) + self._skipped
-        #: As loops take it, see `kernels.entries`: observations decide whether a row continues another.
-        self.sizes = (self.frame_words, self.observation_words, begin, end, self.root_words)
+        #: The sizes that loops need.
+        self.sizes = Sizes(self.frame_words, self.observation_words, begin, end, self.root_words)
         placed = [self._stored(field) for field in placed]
         observed = [field for field in placed if field.key in seen]
         after = [replace(it, key=keys.next_key(it.key), is_next=True) for it in observed]
         #: In the order of a row.
         self.fields = (*placed, *after)
-        #: The same by key; a KeyError lists those that there are.
+        #: Key -> field; the KeyError for an unknown key lists the known ones.
         self.by_key = _Fields({field.key: field for field in self.fields})
         plain = [field for field in self.fields if not field.stack]
         self._splits = [self._split(dtype) for dtype in dict.fromkeys(it.dtype for it in plain)]
@@ -145,17 +137,17 @@ class Layout:
         return dtype is torch.uint8 and len(shape) > 1 and shape.numel() > 0
 
     def _pixel_row(self, placed: Sequence[Field]) -> int:
-        """Returns how many bytes a row of the first image has."""
+        """Returns the number of bytes of a row of pixels of the first image."""
         shape = placed[0].frame_shape
-        # Few values of the last dimension are channels.
+        # A last dimension of up to 4 holds channels.
         count = shape[-2:].numel() if len(shape) > 2 and shape[-1] <= 4 else shape[-1:].numel()
         return max(count * placed[0].dtype.itemsize, 1)
 
     def _stored(self, field: Field) -> Field:
-        """Returns a field with its place in an entry, or in a record."""
-        if field.at < self.record_words * WORD:
+        """Returns a field with its offset in an entry whose frame is compressed."""
+        if field.offset < self.record_words * WORD:
             return replace(field, in_record=True)
-        return replace(field, at=field.at - self._moved * WORD)
+        return replace(field, offset=field.offset - self._removed * WORD)
 
     def _check_dtypes(self) -> None:
         if not self.described:
@@ -165,20 +157,22 @@ class Layout:
                 raise TypeError(f"{key!r} must have one of the dtypes {[*DTYPES]}, got {dtype}.")
 
     def _num_frames(self, stacks: Sequence[NestedKey], twins: Mapping[NestedKey, NestedKey]) -> int:
-        said = {key: kind[2] for key, kind in self.described.items() if len(kind) > 2}
-        for key, stack in said.items():
+        declared = {key: kind[2] for key, kind in self.described.items() if len(kind) > 2}
+        for key, stack in declared.items():
             root = twins.get(key, key)
-            if root not in stacks or said[root] != stack:
+            if root not in stacks or declared[root] != stack:
                 raise ValueError(
                     f"{key!r} is {stack}, so it must have a next value of its dtype and shape."
                 )
-        numbers = {stack.num_frames for stack in said.values()}
+        numbers = {stack.num_frames for stack in declared.values()}
         if len(numbers) > 1:
-            raise ValueError(f"all stacks must have one number of frames, got {sorted(numbers)}.")
+            raise ValueError(
+                f"all stacks must have the same number of frames, got {sorted(numbers)}."
+            )
         return numbers.pop() if numbers else 1
 
     def _placed(self, *groups: Sequence[NestedKey]) -> tuple[list[Field], list[int]]:
-        """Places fields one behind another, of each group the largest elements first.
+        """Places the groups one after another; within a group, fields with the largest elements first.
 
         Returns:
             the fields, and the words at which the groups end.
@@ -188,15 +182,15 @@ class Layout:
         for group in groups:
             for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
                 dtype, shape, *stack = self.described[key]
-                at = -(-end // dtype.itemsize) * dtype.itemsize
-                placed.append(Field(key, dtype, shape, at, *stack))
-                end = at + placed[-1].size * dtype.itemsize
+                offset = -(-end // dtype.itemsize) * dtype.itemsize
+                placed.append(Field(key, dtype, shape, offset, *stack))
+                end = offset + placed[-1].size * dtype.itemsize
             end = -(-end // unit) * unit
             ends.append(end // WORD)
         return placed, ends
 
     def _split(self, dtype: torch.dtype) -> tuple[torch.dtype, list[int], list[NestedKey | None]]:
-        """Returns the sizes and the keys of the parts of a row; None of what is of no plain field."""
+        """Returns a split of rows into plain fields: sizes, and keys, None for words between fields."""
         fields = [it for it in self.fields if it.dtype is dtype and not it.stack]
         parts: list[tuple[NestedKey | None, int]] = []
         end = 0
@@ -215,44 +209,50 @@ class Layout:
 
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
-        return self._seen_at(field) >= self.observation_words * WORD
+        return self._decoded_offset(field) >= self.observation_words * WORD
 
-    def _seen_at(self, field: Field) -> int:
+    def _decoded_offset(self, field: Field) -> int:
         """Returns the first byte of a field in an entry whose frame is decoded."""
-        return field.at if field.in_record else field.at + self._moved * WORD
+        return field.offset + (0 if field.in_record else self._removed * WORD)
 
     def row_byte(self, field: Field) -> int:
-        """Returns the first byte of a field in a row; of a stack, that of its oldest frame."""
+        """Returns the first byte of a field in a row; for a stack, the first byte of its oldest frame."""
         skipped = 0 if field.stack else self._skipped * WORD
-        return self._seen_at(field) + skipped + (self.next_word * WORD if field.is_next else 0)
+        return (
+            self._decoded_offset(field) + skipped + (self.next_word * WORD if field.is_next else 0)
+        )
 
-    def field_offsets(self, key: NestedKey, others: Sequence[NestedKey]) -> np.ndarray:
-        """Returns where fields begin in a row, in `words`; none unless all are alike, and no stacks."""
-        one = self.by_key[key]
-        kind = one.dtype, one.shape, None
-        found = [it for it in map(self.by_key.get, others) if it]
-        is_alike = all((it.dtype, it.shape, it.stack) == kind for it in (one, *found))
-        places = [self.row_byte(it) // one.words[0] for it in found]
-        is_alike &= len(found) == len(others) and not one.in_record
-        return np.array(places if is_alike else [], np.int64)
+    def field_offsets(self, key: NestedKey, targets: Sequence[NestedKey]) -> np.ndarray:
+        """Returns the offsets of target fields in a row, in integers of the field `key`.
+
+        The array is empty if a target is missing, has another dtype or shape, or is a stack, or if `key`
+        is a stack or compressed.
+        """
+        source = self.by_key[key]
+        kind = source.dtype, source.shape, None
+        fields = [it for it in map(self.by_key.get, targets) if it]
+        can_copy = all((it.dtype, it.shape, it.stack) == kind for it in (source, *fields))
+        can_copy &= len(fields) == len(targets) and not source.in_record
+        offsets = [self.row_byte(it) // source.words[0] for it in fields]
+        return np.array(offsets if can_copy else [], np.int64)
 
     def check_stacks(self, rows: Any) -> None:
-        """Raises a ValueError unless each next stack of rows `[N, row_words]` is its stack moved on."""
+        """Raises a ValueError unless next stacks in rows `[N, row_words]` are stacks moved by a frame."""
         first, after, size = self.frame_words, self.next_word, self._skipped
         if size and (rows[:, first : first + size] != rows[:, after : after + size]).any():
             raise ValueError(
-                "the next stack of a row must be its stack moved by one frame; store other observations "
-                "without a FrameStack: frame_stack={key: FrameStack(k)} names those that are stacks."
+                "the next stack of a transition must be its stack moved by one frame; declare only such "
+                "observations in frame_stack={key: FrameStack(k)}."
             )
 
     def count_gaps(self, rows: Any, done: Any) -> int:
-        """Returns how many rows `[N, row_words]` of one lane do not continue the row before.
+        """Returns the number of rows `[N, row_words]` of one lane that do not continue the row before.
 
-        See `kernels.streams.count_gaps`. `done` `[N]` bool says which end their episodes.
+        Rows after a row that is `done` `[N]` are not counted. See `kernels.entries.count_gaps`.
         """
         if isinstance(rows, np.ndarray):
-            return int(entries.count_gaps(self.sizes, self.next_word, rows, done))
-        begin, end = self.sizes[2:4]
+            return int(entries.count_gaps(tuple(self.sizes), self.next_word, rows, done))
+        begin, end = self.sizes.first, self.sizes.end
         after = rows[:-1, self.next_word + begin : self.next_word + end]
         return int(((rows[1:, begin:end] != after).any(1) & ~done[:-1]).sum())
 
@@ -265,11 +265,11 @@ class Layout:
     def views(self, rows: torch.Tensor) -> dict[NestedKey, torch.Tensor]:
         """Returns each field of rows `[*B, row_words]` int64 as a view `[*B, *shape]`."""
         views: dict[Any, torch.Tensor] = {}
-        # One split makes nine views in the time of four others, of three if autograd need not know that
-        # they share memory: rows have no gradients.
-        for dtype, sizes, names in self._splits:
-            parts = rows.view(dtype).unsafe_split_with_sizes(sizes, -1)
-            views.update(zip(names, parts, strict=True))
+        # One split is faster than a slice for each field. Autograd need not know that the views share
+        # memory, because rows have no gradients.
+        for dtype, sizes, field_keys in self._splits:
+            values = rows.view(dtype).unsafe_split_with_sizes(sizes, -1)
+            views.update(zip(field_keys, values, strict=True))
         views.pop(None, None)
         for key, shape in self._shaped:
             views[key] = views[key].view((*rows.shape[:-1], *shape))
@@ -281,19 +281,21 @@ class Layout:
         """Returns the frames of a stack in rows as a view `[*B, k, *frame_shape]`."""
         first, size = (self.next_word if field.is_next else 0), self.frames * self.frame_words
         frames = rows[..., first : first + size].view(field.dtype)
-        each = self.frame_words * WORD // field.dtype.itemsize
-        frames = frames.view(*rows.shape[:-1], self.frames, each)
-        start = field.at // field.dtype.itemsize
+        frame_size = self.frame_words * WORD // field.dtype.itemsize
+        frames = frames.view(*rows.shape[:-1], self.frames, frame_size)
+        start = field.offset // field.dtype.itemsize
         frames = frames[..., start : start + field.size]
         return frames.view(*frames.shape[:-1], *field.frame_shape)
 
     def __eq__(self, other: object) -> bool:
-        own = self.fields, self.nested, self.keyframes
-        return isinstance(other, Layout) and own == (other.fields, other.nested, other.keyframes)
+        if not isinstance(other, Layout):
+            return False
+        values = self.fields, self.nested, self.keyframes
+        return values == (other.fields, other.nested, other.keyframes)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{field.key!r}: {field}" for field in self.fields)
-        frames = " and frames as what changed" if self.keyframes else ""
+        frames = ", compressed frames" if self.keyframes else ""
         return f"{type(self).__name__}({self.entry_words * WORD} bytes an entry{frames}; {fields})"
 
 
@@ -303,32 +305,33 @@ def nest(
     device: torch.device,
     nested: Nested = (),
 ) -> TensorDict:
-    """Makes a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
+    """Returns a TensorDict of batch size B from key -> tensor `[*B, ...]`, with further nested sizes."""
     tensors = [*fields.values()]
-    made: list[TensorDict] = []
-    for names, places, below, further in _tree_of(tuple(fields), nested):
-        source: dict[str, Any] = dict(zip(names, map(tensors.__getitem__, places), strict=True))
-        for name, place in below:
-            source[name] = made[place]
-        made.append(new_tensordict(source, batch + further if further else batch, device))
-    return made[-1]
+    tensordicts: list[TensorDict] = []
+    for names, positions, children, sizes in _tree_of(tuple(fields), nested):
+        source: dict[str, Any] = dict(zip(names, map(tensors.__getitem__, positions), strict=True))
+        for name, position in children:
+            source[name] = tensordicts[position]
+        tensordicts.append(new_tensordict(source, batch + sizes if sizes else batch, device))
+    return tensordicts[-1]
 
 
 @lru_cache(maxsize=1024)
-def _tree_of(keys_of: tuple[NestedKey, ...], nested: Nested) -> list[tuple[Any, ...]]:
-    """Returns the TensorDicts that hold tensors under these keys, nested ones first.
+def _tree_of(field_keys: tuple[NestedKey, ...], nested: Nested) -> list[tuple[Any, ...]]:
+    """Returns the TensorDicts that hold tensors under some keys, children first.
 
-    Of each: names and places of its tensors, names and places of nested ones, and its further sizes.
+    Each is a tuple: names of its tensors, their positions in `field_keys`, `(name, position)` of its
+    children in the list, and its further sizes.
     """
-    tree = keys.nested((keys.key_path(key), place) for place, key in enumerate(keys_of))
+    tree = keys.nested((keys.key_path(key), position) for position, key in enumerate(field_keys))
     sizes, nodes = dict(nested), []
 
     def add(entries: dict[str, Any], path: tuple[str, ...]) -> int:
         leaves = {name: it for name, it in entries.items() if isinstance(it, int)}
-        below = [
+        children = [
             (name, add(it, (*path, name))) for name, it in entries.items() if isinstance(it, dict)
         ]
-        nodes.append(([*leaves], [*leaves.values()], below, sizes.get(path)))
+        nodes.append(([*leaves], [*leaves.values()], children, sizes.get(path)))
         return len(nodes) - 1
 
     add(tree, ())
@@ -336,7 +339,7 @@ def _tree_of(keys_of: tuple[NestedKey, ...], nested: Nested) -> list[tuple[Any, 
 
 
 def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
-    """Returns which TensorDicts in `data` have more than `batch_dims` batch dimensions.
+    """Returns the TensorDicts in `data` that have more than `batch_dims` batch dimensions.
 
     >>> from tensordict import TensorDict
     >>> agents = TensorDict({"observation": torch.ones(2, 3, 4)}, [2, 3])
@@ -351,35 +354,37 @@ def nested_sizes(data: TensorDictBase, batch_dims: int) -> Nested:
 
 
 class Block(NamedTuple):
-    """Rows to be written.
+    """Rows to be written to lanes, lane by lane.
 
-    `which` `[L]` int64 are the lanes, each once; `offsets` `[L + 1]` int64 where the rows of each begin;
-    `words` `[N, row_words]` int64 the rows; `done` and `cut` `[N]` bool whether a row ends its episode,
-    and whether it begins one whatever came before. The last three are arrays on the host, or tensors on
-    the device of the rows.
+    `words`, `done` and `cut` are arrays on the host, or tensors on the device of the entries.
     """
 
-    which: np.ndarray
+    lanes: np.ndarray
+    """`[L]` int64 different lanes."""
     offsets: np.ndarray
+    """`[L + 1]` int64, the first row of each lane, and N."""
     words: Any
+    """`[N, row_words]` int64 rows."""
     done: Any
+    """`[N]` bool, whether a row ends its episode."""
     cut: Any
+    """`[N]` bool, whether a row begins an episode even if it continues the row before."""
 
     def parts(self, most: int) -> list[Block]:
-        """Returns the block in parts of at most `most` rows a lane."""
+        """Returns the block in chunks of at most `most` rows a lane."""
         if len(self.words) <= most:
             return [self]
-        begins, counts, parts = self.offsets[:-1], np.diff(self.offsets), []
+        begins, counts, chunks = self.offsets[:-1], np.diff(self.offsets), []
         if (longest := int(counts.max())) <= most:
             return [self]
-        for done in range(0, longest, most):
-            firsts, ends = (begins + np.minimum(counts, it) for it in (done, done + most))
+        for begin in range(0, longest, most):
+            firsts, ends = (begins + np.minimum(counts, it) for it in (begin, begin + most))
             rows: Any = slice(int(firsts[0]), int(ends[0]))
             if len(firsts) > 1:
                 rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
                 if isinstance(self.words, torch.Tensor):
                     rows = torch.from_numpy(rows).to(self.words.device)
             offsets = np.append(0, (ends - firsts).cumsum())
-            its = self.words[rows], self.done[rows], self.cut[rows]
-            parts.append(Block(self.which, offsets, *its))
-        return parts
+            values = self.words[rows], self.done[rows], self.cut[rows]
+            chunks.append(Block(self.lanes, offsets, *values))
+        return chunks

@@ -2,50 +2,76 @@
 
 Letters: E lanes, T steps a lane, M entries a lane, k frames a stack.
 
-Here is what the words of an index mean. An `index` is the tuple of these tables:
-
-- `where` `[E T]`: the entry of the step in each slot. Step s of lane e is in slot `e T + s mod T`.
-- `episode` `[E T]`: the number of its episode in its lane, modulo T + 1.
-- `ends` `[E T]` uint8: whether the step is done, or its lane was cut when it was the newest. A row that
-  begins an episode for another reason, as behind a gap, changes `spans` alone.
-- `spans` `[E, T + 1, 2]`: the first and the last step of each episode.
-- `lanes` `[E, 2]`: the steps written, and the oldest live step.
-- T, M, k.
-- `priorities` `[E T]` float32: raw ones, see `kernels.priority_tree`; 0 where none was set.
-- the depth: how many entries up to its own a step needs; k, and more where frames are stored as what
-  changed.
+A loop receives the tables of an index as a plain tuple, because numba passes plain tuples faster than
+named ones. Its first line gives the tables their names: `index = Index(*tables)`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 __all__ = [
     "CONTINUES",
     "CURSOR",
-    "DEPTH",
     "DISCONTINUITY",
     "DONE",
-    "ENDS",
     "FIRST",
-    "LANES",
     "LAST",
-    "PRIORITIES",
     "SEPARATE",
     "SHARED",
     "SPLIT",
-    "STACK",
-    "STEPS",
     "TAIL",
-    "WHERE",
+    "Index",
+    "Sizes",
 ]
 
-#: Places in an index.
-WHERE, _, ENDS, _, LANES, STEPS, _, STACK, PRIORITIES, DEPTH = range(10)
-#: Of `lanes`, and of `spans`.
+
+class Index(NamedTuple):
+    """The tables of an `EpisodeIndex`."""
+
+    where: Any
+    """`[E T]` int64, the entry of the step in each slot. Step s of lane e is in slot `e T + s mod T`."""
+    episode: Any
+    """`[E T]` int64, the number of the step's episode in its lane, modulo T + 1."""
+    ends: Any
+    """`[E T]` uint8: DONE, SPLIT if the lane was split when the step was its newest, else CONTINUES. A
+    discontinuity before a later step changes `spans` alone."""
+    spans: Any
+    """`[E, T + 1, 2]` int64, the FIRST and the LAST step of each episode."""
+    lanes: Any
+    """`[E, 2]` int64: CURSOR, the number of steps written, and TAIL, the oldest valid step."""
+    num_steps: int
+    """T."""
+    num_entries: int
+    """M."""
+    stack: int
+    """k."""
+    priorities: Any
+    """`[E T]` float32 raw priorities, see `kernels.priority_tree`; 0 where none was set."""
+    depth: int
+    """How many entries, its own included, a step needs: k, and more where frames are compressed."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of entries and rows in words of 8 bytes; see `kernels.entries`."""
+
+    frame: int
+    """F, of one frame of the stacks."""
+    observation: int
+    """O, of the observation in an entry."""
+    first: int
+    """Words `first` to `end` of an observation decide whether a row continues the row before."""
+    end: int
+    root: int
+    """R: from this word on an entry holds values of the step that stand under `next`."""
+
+
+#: Columns of `Index.lanes` and of `Index.spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)
-#: Of `ends`.
+#: Values of `Index.ends`.
 CONTINUES, DONE, SPLIT = range(3)
-#: How an observation compares with what the stream ends with. Any but the same is stored as an entry of
-#: its own: one that differs but continues the row before, as with a recurrent state that was computed
-#: anew, or one that lies elsewhere; and one that does not continue it.
+#: How the observation of a row compares with the observation at the end of the stream. A shared one is
+#: bitwise identical and is not stored again. A separate one differs but continues the row before, for
+#: example with a recomputed recurrent state, or with an entry elsewhere. Both other kinds are stored.
 SHARED, SEPARATE, DISCONTINUITY = range(3)

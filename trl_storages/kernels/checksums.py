@@ -1,20 +1,21 @@
-"""Marks of entries in files: which step an entry holds, and checks that notice a mixture of pages.
+"""Checksums of entries in files: they say which step an entry holds, and detect torn pages.
 
-A mark of an entry is three words:
+The checksums of an entry are three words:
 
-- the step and its flags, `(step + 1) << 2 | begins << 1 | done`; 0 of an observation alone;
-- a check of its observation, with its frame as it is decoded;
-- a check of its step with number and flags, and of the checks of the observations that it needs: its own
-  and the k - 1 before, and the next one.
+- NUMBER, the step with its flags, `(step + 1) << 2 | begins << 1 | done`; 0 if the entry has no step;
+- OBSERVATION, the checksum of the observation with its decoded frame;
+- STEP, the checksum of the values of the step, of NUMBER, and of the OBSERVATION checksums that the step
+  needs: of its own entry, the k - 1 entries before, and the next entry.
 
-The check of words x_w is
+The checksum of words x_w is
 
     finish(start + Σ_w c_w f(x_w)),    f(x) = x ^ (x >>> 31)
 
-modulo 2^64, with odd constants c and `finish` the last steps of splitmix64. Without f, changes of the
+modulo 2^64, with odd multipliers c and `finish` the last steps of splitmix64. Without f, changes of the
 uppermost bits of two words would cancel out.
 
-Letters as in `kernels.entries`, and N rows, B entries.
+Loops receive `checksum_tables`, the pair of the checksums `[E M, 3]` and the multipliers c. `size` is the
+number of words of an entry that its observation takes. Letters as in `kernels.entries`.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import DONE, FIRST, SHARED
+from trl_storages.kernels import DONE, FIRST, SHARED, Index
 from trl_storages.kernels.compile import inlined, loop
 
 __all__ = [
     "NUMBER",
     "NUM_WORDS",
-    "OF_OBSERVATION",
-    "OF_STEP",
+    "OBSERVATION",
+    "STEP",
     "are_intact",
-    "are_marked",
-    "mark",
-    "mark_steps",
+    "compute_observation_checksums",
     "multipliers",
-    "number",
-    "numbers",
-    "of_observation",
+    "observation_checksum",
+    "step_number",
+    "step_numbers",
     "steps_of",
+    "write_checksums",
+    "write_step_checksums",
 ]
 
-NUMBER, OF_OBSERVATION, OF_STEP = range(3)
+NUMBER, OBSERVATION, STEP = range(3)
 NUM_WORDS = 3
 _START = 0x9E3779B97F4A7C15 - 2**64
 _FIRST_FACTOR, _SECOND_FACTOR = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -51,7 +52,7 @@ _BY_27, _BY_30, _BY_31 = 2**37 - 1, 2**34 - 1, 2**33 - 1
 
 
 def multipliers(entry_words: int, frames: int) -> np.ndarray:
-    """Returns the constants c: for the words of an entry, the number, and the checks of observations."""
+    """Returns c: one multiplier for each word of an entry, for NUMBER, and for the observations."""
     mixed = np.arange(1, entry_words + frames + 3, dtype=np.uint64) * np.uint64(_START + 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST_FACTOR + 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND_FACTOR + 2**64)
@@ -59,113 +60,124 @@ def multipliers(entry_words: int, frames: int) -> np.ndarray:
 
 
 @inlined
-def _folded(word: int) -> int:
+def _mix(word: int) -> int:
     return word ^ (word >> 31 & _BY_31)
 
 
 @inlined
-def _finished(total: int) -> int:
+def _finish(total: int) -> int:
     total = (total ^ (total >> 30 & _BY_30)) * _FIRST_FACTOR
     total = (total ^ (total >> 27 & _BY_27)) * _SECOND_FACTOR
     return total ^ (total >> 31 & _BY_31)
 
 
 @inlined
-def of_observation(frame: Any, entries: Any, p: int, first: int, size: int, c: Any) -> int:
-    """Returns the check of a decoded frame, if any, and of words `first` to `size` of entry p."""
+def observation_checksum(frame: Any, entries: Any, p: int, first: int, size: int, c: Any) -> int:
+    """Returns the checksum of a decoded frame, perhaps empty, and words `first` to `size` of entry p."""
     total = np.int64(_START)
     for w in range(len(frame)):
-        total += c[w] * _folded(frame[w])
+        total += c[w] * _mix(frame[w])
     for w in range(first, size):
-        total += c[len(frame) + w - first] * _folded(entries[p, w])
-    return _finished(total)
+        total += c[len(frame) + w - first] * _mix(entries[p, w])
+    return _finish(total)
 
 
 @inlined
-def _of_step(entries: Any, marks: Any, p: int, size: int, k: int, number: int, c: Any) -> int:
-    """Returns the check of the step in entry p, behind `size` words of observation."""
+def _step_checksum(
+    entries: Any, checksums: Any, p: int, size: int, k: int, number: int, c: Any
+) -> int:
+    """Returns the checksum of the step in entry p."""
     width = entries.shape[1]
-    total = _START + c[width] * _folded(number)
+    total = _START + c[width] * _mix(number)
     for j in range(k + 1):
-        total += c[width + 1 + j] * _folded(marks[p - (k - 1) + j, OF_OBSERVATION])
+        total += c[width + 1 + j] * _mix(checksums[p - (k - 1) + j, OBSERVATION])
     for w in range(size, width):
-        total += c[w] * _folded(entries[p, w])
-    return _finished(total)
+        total += c[w] * _mix(entries[p, w])
+    return _finish(total)
 
 
 @inlined
-def number(step: int, begins: bool, done: bool) -> int:
-    """Returns the first word of the mark of a step."""
+def step_number(step: int, begins: bool, done: bool) -> int:
+    """Returns the word NUMBER of a step."""
     return (step + 1) << 2 | (2 if begins else 0) | (1 if done else 0)
 
 
 @loop
-def numbers(index: Any, slots: Any, steps: Any) -> Any:
-    """Returns the first words of the marks of some steps of an index, `[N]`."""
-    _, episode, ends, spans, _, T, _, _, _, _ = index
-    found = np.empty(len(slots), np.int64)
+def step_numbers(tables: Any, slots: Any, steps: Any) -> Any:
+    """Returns the words NUMBER `[N]` of some steps of an index."""
+    index = Index(*tables)
+    numbers = np.empty(len(slots), np.int64)
     for i in range(len(slots)):
-        begins = spans[slots[i] // T, episode[slots[i]], FIRST] == steps[i]
-        found[i] = number(steps[i], begins, ends[slots[i]] == DONE)
-    return found
+        slot = slots[i]
+        first = index.spans[slot // index.num_steps, index.episode[slot], FIRST]
+        numbers[i] = step_number(steps[i], first == steps[i], index.ends[slot] == DONE)
+    return numbers
 
 
 @loop
-def mark(entries: Any, size: int, k: int, marked: Any, how: Any, at: Any, numbers: Any) -> None:
-    """Marks the entries of rows that were copied, before they are published.
+def write_checksums(
+    entries: Any, size: int, k: int, checksum_tables: Any, kinds: Any, entry: Any, numbers: Any
+) -> None:
+    """Writes the checksums of rows that were copied into their entries, before the rows are published.
 
     Args:
         entries: `[E M, W]`.
         size: O.
         k: frames a stack.
-        marked: the marks `[E M, 3]`, and c.
-        how: `[N]` how each row compares with what its stream ends with.
-        at: `[N]` its entry.
-        numbers: `[N]` the first word of its mark.
+        checksum_tables: the checksums and c.
+        kinds: `[N]` how each row compares with the end of its stream.
+        entry: `[N]` the entry of each row.
+        numbers: `[N]` the word NUMBER of each row.
     """
-    marks, c = marked
-    for i in range(len(at)):
-        # Observations that were there are marked already.
-        for q in range(at[i] - (k - 1) if how[i] != SHARED else at[i] + 1, at[i] + 2):
-            marks[q, NUMBER] = marks[q, OF_STEP] = 0
-            marks[q, OF_OBSERVATION] = of_observation(entries[0, :0], entries, q, 0, size, c)
-    mark_steps(entries, size, k, marked, at, numbers)
+    checksums, c = checksum_tables
+    for i in range(len(entry)):
+        # A shared observation already has its checksum.
+        begin = entry[i] + 1 if kinds[i] == SHARED else entry[i] - (k - 1)
+        for q in range(begin, entry[i] + 2):
+            checksums[q, NUMBER] = checksums[q, STEP] = 0
+            checksums[q, OBSERVATION] = observation_checksum(entries[0, :0], entries, q, 0, size, c)
+    write_step_checksums(entries, size, k, checksum_tables, entry, numbers)
 
 
 @loop
-def mark_steps(entries: Any, size: int, k: int, marked: Any, at: Any, numbers: Any) -> None:
-    """Marks the steps in entries `at` `[N]`, whose observations are marked; see `mark`."""
-    marks, c = marked
-    for i in range(len(at)):
-        marks[at[i], OF_STEP] = _of_step(entries, marks, at[i], size, k, numbers[i], c)
-        marks[at[i], NUMBER] = numbers[i]
+def write_step_checksums(
+    entries: Any, size: int, k: int, checksum_tables: Any, entry: Any, numbers: Any
+) -> None:
+    """Writes NUMBER and STEP of the steps in entries `[N]`, whose observations have checksums."""
+    checksums, c = checksum_tables
+    for i in range(len(entry)):
+        p = entry[i]
+        checksums[p, STEP] = _step_checksum(entries, checksums, p, size, k, numbers[i], c)
+        checksums[p, NUMBER] = numbers[i]
 
 
 @loop
-def are_marked(entries: Any, size: int, k: int, marked: Any, at: Any, found: Any) -> None:
-    """Finds whether the step in each of some entries `at` `[B]` is whole, if its observations are."""
-    marks, c = marked
-    for i in range(len(at)):
-        check = _of_step(entries, marks, at[i], size, k, marks[at[i], NUMBER], c)
-        found[i] = check == marks[at[i], OF_STEP]
+def compute_observation_checksums(
+    entries: Any, size: int, k: int, c: Any, entry: Any, computed: Any
+) -> None:
+    """Writes the OBSERVATION checksums that the steps in entries `[B]` need to `computed` `[E M]`."""
+    has_checksum = np.zeros(len(entries), np.bool_)
+    for i in range(len(entry)):
+        for q in range(entry[i] - (k - 1), entry[i] + 2):
+            if not has_checksum[q]:
+                has_checksum[q] = True
+                computed[q] = observation_checksum(entries[0, :0], entries, q, 0, size, c)
 
 
 @loop
-def are_intact(entries: Any, size: int, k: int, marked: Any, at: Any, whole: Any) -> None:
-    """Finds whether the step in each of some entries `at` `[B]` is whole, with what it needs."""
-    marks, c = marked
-    seen = np.zeros(len(marks), np.uint8)  # whether an observation is whole, 1, or not, 2
-    are_marked(entries, size, k, marked, at, whole)
-    for i in range(len(at)):
-        p, same = at[i], whole[i]
+def are_intact(
+    entries: Any, size: int, k: int, checksum_tables: Any, entry: Any, computed: Any, intact: Any
+) -> None:
+    """Checks the steps in entries `[B]`, and their observations by the checksums computed from them."""
+    checksums, c = checksum_tables
+    for i in range(len(entry)):
+        p = entry[i]
+        number = checksums[p, NUMBER]
+        intact[i] = checksums[p, STEP] == _step_checksum(entries, checksums, p, size, k, number, c)
         for q in range(p - (k - 1), p + 2):
-            if same and seen[q] == 0:
-                check = of_observation(entries[0, :0], entries, q, 0, size, c)
-                seen[q] = 1 if check == marks[q, OF_OBSERVATION] else 2
-            same = same and seen[q] == 1
-        whole[i] = same
+            intact[i] &= computed[q] == checksums[q, OBSERVATION]
 
 
 def steps_of(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns which steps the numbers of marks say, -1 of none, and whether each begins and is done."""
+    """Returns the steps in words NUMBER, -1 for no step, and whether each begins and ends an episode."""
     return (numbers >> 2) - 1, numbers & 2 != 0, numbers & 1 != 0

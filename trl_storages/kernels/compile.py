@@ -1,4 +1,4 @@
-"""Compiles loops over arrays: on first use, once per installation; and what NumPy lacks in them."""
+"""Compiles loops over arrays, on first use and once per installation; and intrinsics for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _IS_PLAIN = numba.config.DISABLE_JIT  # type: ignore[attr-defined]
 def loop(function: _Loop) -> _Loop:
     """Compiles a loop over arrays on its first call, to run without the GIL.
 
-    The machine code is kept beside the module, or in the user's cache. With `NUMBA_DISABLE_JIT=1` the
-    loop runs as Python. In either case integers wrap around.
+    The machine code is cached next to the module, or in the user's cache directory. With
+    `NUMBA_DISABLE_JIT=1` the loop runs as Python. In either case integers wrap around.
     """
     if _IS_PLAIN:
         return np.errstate(over="ignore", invalid="ignore")(function)
@@ -47,9 +47,9 @@ def inlined(function: _Loop) -> _Loop:
 
 
 class _Cache(FunctionCache):
-    """A cache of machine code that all files of this folder make void together.
+    """A cache of machine code that is invalid when any file of this folder has changed.
 
-    Numba's own looks at the file of the loop alone, not at those of the loops and formulas that it calls.
+    Numba's cache checks only the file of the loop itself, not the files of the loops that it calls.
     """
 
     def __init__(self, function: Any) -> None:
@@ -63,7 +63,7 @@ class _Cache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception:  # a damaged pickle raises any: compile again
+        except Exception:  # a damaged pickle raises any exception: compile again
             with suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
             return None
@@ -88,8 +88,9 @@ def _sources() -> str:
 def _warn_of_no_cache() -> None:
     """Warns once per process."""
     warnings.warn(
-        "neither the installation nor the user's cache can be written, or the disk is full, so that each "
-        "process compiles for some seconds; NUMBA_CACHE_DIR names a directory that can.",
+        "compiled loops can't be cached, so each process compiles for some seconds: neither the "
+        "installation nor the user's cache can be written, or the disk is full. Set NUMBA_CACHE_DIR to a "
+        "directory that can be written.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -124,7 +125,7 @@ def _prefetch(typing_context: Any, array: Any, byte: Any) -> Any:
         address, integer = _address(context, builder, signature.args[0], *args), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [_BYTE, integer, integer, integer])
         function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTE], kind)
-        # A read, kept in all cache levels, of data.
+        # The arguments say: a read, of data, into all cache levels.
         builder.call(function, [address, integer(0), integer(3), integer(1)])
         return context.get_dummy_value()
 
@@ -139,30 +140,30 @@ def _fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def _instead(generate: Any) -> Callable[[Any], Any]:
-    """Compiles a function to instructions that are generated; where loops run as Python it stays."""
+def _replaced_by(generate: Any) -> Callable[[Any], Any]:
+    """Replaces a function by generated instructions, unless loops run as Python."""
     return lambda plain: plain if _IS_PLAIN else intrinsic(generate)
 
 
-@_instead(_copy)
+@_replaced_by(_copy)
 def _copy_bytes(target: Any, to: int, source: Any, start: int, size: int) -> None:
-    one, other = (it.reshape(-1).view(np.uint8) for it in (target, source))
-    one[to : to + size] = other[start : start + size]
+    target_bytes, source_bytes = (it.reshape(-1).view(np.uint8) for it in (target, source))
+    target_bytes[to : to + size] = source_bytes[start : start + size]
 
 
-@_instead(_prefetch)
+@_replaced_by(_prefetch)
 def _prefetch_line(array: Any, byte: int) -> None:
-    """Asks for the cache line that holds byte `byte` of a contiguous array."""
+    """Prefetches the cache line of a byte of a contiguous array."""
 
 
-@_instead(_fence)
+@_replaced_by(_fence)
 def fence() -> None:
-    """Orders all reads and writes before it and after it, also for other processes."""
+    """Orders all reads and writes before the fence before all after it, also for other processes."""
 
 
 @inlined
 def prefetch(array: Any, i: int, first: int = 0, end: int = 8) -> None:
-    """Asks for the cache lines of bytes `first` to `end`, in words of 8, of row i of an array."""
+    """Prefetches the cache lines of bytes `first` to `end` of row i of an array."""
     start = i * array.strides[0]
     for byte in range(first, end + 56, 64):
         _prefetch_line(array, start + byte)
@@ -170,6 +171,6 @@ def prefetch(array: Any, i: int, first: int = 0, end: int = 8) -> None:
 
 @inlined
 def copy_words(target: Any, i: int, j: int, source: Any, p: int, q: int, size: int) -> None:
-    """Copies `source[p, q : q + size]` to `target[i, j : j + size]`, of tables of 8-byte words."""
+    """Copies `source[p, q : q + size]` to `target[i, j : j + size]`; both hold 8-byte words."""
     to, start = i * target.shape[1] + j, p * source.shape[1] + q
     _copy_bytes(target, to * 8, source, start * 8, size * 8)

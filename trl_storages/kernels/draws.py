@@ -1,6 +1,6 @@
-"""Draws of rows, goals, windows and sequences: arithmetic of slots; and sums over windows.
+"""Draws of rows, goals, windows and sequences by arithmetic of slots; and sums over windows.
 
-An `index` is that of `kernels`; whatever lies beyond the cursors counts for nothing.
+`tables` are those of `kernels.Index`; the loops ignore steps beyond the cursors.
 Random numbers are integers of 63 bits, uniform from 0 to 2^63 - 1.
 
 Letters: B batch, E lanes, T steps a lane, n rows of a window, S rows of a sequence.
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import CURSOR, FIRST, LANES, LAST, STEPS, TAIL, WHERE
+from trl_storages.kernels import CURSOR, FIRST, LAST, TAIL, Index
 from trl_storages.kernels.compile import inlined, loop, prefetch
 
 __all__ = [
@@ -22,36 +22,36 @@ __all__ = [
     "GOAL_KINDS",
     "NEWEST",
     "OLDEST",
-    "after",
     "bounds",
     "changes",
     "draw",
-    "fold",
     "goals",
+    "increment",
     "lane_of",
     "num_live",
     "sequences",
     "slots_between",
+    "sum_windows",
     "window_of",
     "windows",
 ]
 
-#: Strategy of goals -> its number; 0 draws none.
+#: Goal strategy -> its number; 0 draws no goal.
 GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
-#: Ways in which a sequence is kept within an episode.
+#: How a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
 _PAD, _FIT, _CROSS = range(3)
 
 #: Columns of `bounds`.
 BEGIN, END, OLDEST, NEWEST = range(4)
-# How many samples ahead memory is asked for.
-_AHEAD = 12
+# Loops prefetch memory for the sample that is this many samples later.
+_DISTANCE = 12
 
 
 @inlined
-def _below(noise: int, bound: int) -> int:
-    """Returns floor(noise * bound / 2^63), or the remainder where that would overflow."""
+def _random_below(noise: int, bound: int) -> int:
+    """Returns floor(noise * bound / 2^63), or `noise % bound` where the product would overflow."""
     if bound >= 1 << 31:
         return noise % bound
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
@@ -59,19 +59,19 @@ def _below(noise: int, bound: int) -> int:
 
 @inlined
 def lane_of(slot: int, E: int, T: int) -> int:
-    """Returns the lane of a slot; a division takes longer than to ask whether there are several."""
+    """Returns the lane of a slot, without a division if there is one lane."""
     return slot // T if E > 1 else 0
 
 
 @inlined
-def after(place: int, size: int) -> int:
-    """Returns the place behind one; the first of `size` follows the last."""
-    return place + 1 if place + 1 < size else 0
+def increment(position: int, size: int) -> int:
+    """Returns (position + 1) mod size."""
+    return position + 1 if position + 1 < size else 0
 
 
 @loop
 def num_live(lanes: Any) -> int:
-    """Returns how many steps of lanes `[E, 2]` are live."""
+    """Returns the number of valid steps of lanes `[E, 2]`."""
     live = 0
     for e in range(len(lanes)):
         live += max(lanes[e, CURSOR] - lanes[e, TAIL], 0)
@@ -79,15 +79,15 @@ def num_live(lanes: Any) -> int:
 
 
 @loop
-def window_of(index: Any, count: int) -> int:
-    """Returns the least w such that the newest w steps of each lane are at least `count`, or all."""
-    lanes, T = index[LANES], index[STEPS]
-    low, high = 1, T
+def window_of(tables: Any, count: int) -> int:
+    """Returns the least w such that the newest w steps of each lane are `count` rows or more, or all."""
+    index = Index(*tables)
+    lanes, low, high = index.lanes, 1, index.num_steps
     while low < high:
-        middle, reached = (low + high) // 2, 0
+        middle, num_steps = (low + high) // 2, 0
         for e in range(len(lanes)):
-            reached += min(lanes[e, CURSOR] - lanes[e, TAIL], middle)
-        if reached >= count:
+            num_steps += min(lanes[e, CURSOR] - lanes[e, TAIL], middle)
+        if num_steps >= count:
             high = middle
         else:
             low = middle + 1
@@ -95,21 +95,21 @@ def window_of(index: Any, count: int) -> int:
 
 
 @loop
-def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
-    """Draws `[B]` live rows uniformly, from the newest `window` steps of each lane."""
-    where, episode, _, _, lanes, T, _, _, _, _ = index
-    E = len(lanes)
-    # The first place of those that are drawn from, in its lane, and how many lie before it.
+def draw(tables: Any, window: int, noise: Any, slots: Any) -> None:
+    """Draws `[B]` valid rows uniformly, from the newest `window` steps of each lane."""
+    index = Index(*tables)
+    lanes, E, T = index.lanes, len(index.lanes), index.num_steps
+    # By lane: the slot within the lane of its oldest step in the window, and how many rows come before.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
     for e in range(E):
         cursor = lanes[e, CURSOR]
-        # Another process may be writing: the tail may be beyond the cursor that was read.
+        # A concurrent writer may have moved the tail beyond the cursor that was read.
         count = max(min(cursor - lanes[e, TAIL], window), 0)
         oldest[e], starts[e] = (cursor - count) % T, total
         total += count
     share = E / max(total, 1)
     for i in range(len(noise)):
-        rank = _below(noise[i], total)
+        rank = _random_below(noise[i], total)
         e, high = 0, E
         if E > 1:
             # The lane that holds it if all lanes hold as many rows; else it is searched for.
@@ -122,113 +122,126 @@ def draw(index: Any, window: int, noise: Any, slots: Any) -> None:
                 e = middle
             else:
                 high = middle
-        place = oldest[e] + rank - starts[e]
-        slots[i] = e * T + (place - T if place >= T else place)
-        # What is asked for next.
-        prefetch(episode, slots[i])
-        prefetch(where, slots[i])
+        position = oldest[e] + rank - starts[e]
+        slots[i] = e * T + (position - T if position >= T else position)
+        # The caller reads these tables next.
+        prefetch(index.episode, slots[i])
+        prefetch(index.where, slots[i])
 
 
 @loop
-def bounds(index: Any, slots: Any) -> Any:
-    """Returns where the episodes of rows begin and end, and their lanes.
+def bounds(tables: Any, slots: Any) -> Any:
+    """Returns the distances from rows to the bounds of their episodes and lanes.
 
     Returns:
-        `[B, 4]` int64 steps from the row, 0 or negative ones back: `BEGIN`, to the first step of its
-        episode, which may be evicted; `END`, to the last one so far; `OLDEST` and `NEWEST`, to those of
-        its lane that are live.
+        `[B, 4]` int64 numbers of steps, negative ones into the past: `BEGIN`, to the first step of the
+        episode, which may be evicted; `END`, to the last step of the episode so far; `OLDEST` and
+        `NEWEST`, to the oldest and the newest valid step of the lane.
     """
-    _, episode, _, spans, lanes, T, _, _, _, _ = index
+    index = Index(*tables)
+    episode, spans, lanes, T = index.episode, index.spans, index.lanes, index.num_steps
     E = len(lanes)
-    newest, last_places = np.empty(E, np.int64), np.empty(E, np.int64)
+    newest, newest_positions = np.empty(E, np.int64), np.empty(E, np.int64)
     flat_spans = spans.reshape(-1, 2)
-    found = np.empty((len(slots), 4), np.int64)
-    for e in range(E):  # read once: another process may be writing
+    distances = np.empty((len(slots), 4), np.int64)
+    for e in range(E):  # cursors are read once, because a concurrent writer moves them
         newest[e] = lanes[e, CURSOR] - 1
-        last_places[e] = newest[e] % T
+        newest_positions[e] = newest[e] % T
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
             raise IndexError("slots must be at least 0 and below the number of slots")
-        if i + _AHEAD < len(slots):
-            prefetch(episode, slots[i + _AHEAD])
+        if i + _DISTANCE < len(slots):
+            prefetch(episode, slots[i + _DISTANCE])
         e = lane_of(slots[i], E, T)
-        found[i, BEGIN] = e * (T + 1) + episode[slots[i]]
-        prefetch(flat_spans, found[i, BEGIN])
+        distances[i, BEGIN] = e * (T + 1) + episode[slots[i]]
+        prefetch(flat_spans, distances[i, BEGIN])
     for i in range(len(slots)):
         e = lane_of(slots[i], E, T)
-        ahead = last_places[e] - (slots[i] - e * T)
-        ahead = ahead if ahead >= 0 else ahead + T
-        number, step = found[i, BEGIN] - e * (T + 1), newest[e] - ahead
-        # Of a row that has just given way everything may be wrong, but nothing lies beyond its lane.
-        found[i, BEGIN] = min(spans[e, number, FIRST] - step, 0)
-        # A step that is written but not yet published is not there.
-        found[i, END] = max(min(spans[e, number, LAST] - step, ahead), 0)
-        found[i, OLDEST], found[i, NEWEST] = max(min(lanes[e, TAIL] - step, 0), 1 - T), ahead
-    return found
+        num_newer = newest_positions[e] - (slots[i] - e * T)
+        num_newer = num_newer if num_newer >= 0 else num_newer + T
+        number, step = distances[i, BEGIN] - e * (T + 1), newest[e] - num_newer
+        # All values of a row that was just evicted may be wrong, so they are kept within its lane.
+        distances[i, BEGIN] = min(spans[e, number, FIRST] - step, 0)
+        # A step that is written but not yet published does not count.
+        distances[i, END] = max(min(spans[e, number, LAST] - step, num_newer), 0)
+        distances[i, OLDEST], distances[i, NEWEST] = (
+            max(min(lanes[e, TAIL] - step, 0), 1 - T),
+            num_newer,
+        )
+    return distances
 
 
 @inlined
-def _moved(slot: int, steps: int, E: int, T: int) -> int:
-    """Returns the slot `steps` later in its lane, less than T."""
+def _shift(slot: int, steps: int, E: int, T: int) -> int:
+    """Returns the slot that is `steps` steps, less than T, later in its lane."""
     first = lane_of(slot, E, T) * T
-    place = slot - first + steps
-    if place >= T:
-        place -= T
-    return first + (place + T if place < 0 else place)
+    position = slot - first + steps
+    if position >= T:
+        position -= T
+    return first + (position + T if position < 0 else position)
 
 
 @loop
-def goals(index: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) -> None:
+def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) -> None:
     """Draws the rows whose achieved goals become the new goals.
 
     Args:
-        index: the tables.
-        slots: `[B]` the rows t to relabel, of episodes first..last.
-        noise: `[B]`.
-        kinds: `[B]` uint8 of `GOAL_KINDS`: "future" t..last, "final" last, "episode" first..last that
-            survived, "random" any live row, "geometric" `steps` rows after t or last, "current" t. 0
-            is the row itself.
-        steps: `[B]` float64, rounded down; empty unless there are geometric ones.
-        out: `[B]` slots.
+        tables: of the index.
+        slots: `[B]` the rows t to relabel, each in an episode first..last.
+        noise: `[B]` random numbers.
+        kinds: `[B]` uint8 numbers from `GOAL_KINDS`: "future" t..last, "final" last, "episode" all valid
+            rows of first..last, "random" any valid row, "geometric" `steps` rows after t or last,
+            "current" t. 0 is the row itself.
+        steps: `[B]` float64, rounded down; may be empty if no kind is "geometric".
+        out: `[B]` slots, the result.
     """
-    where, E, T = index[WHERE], len(index[LANES]), index[STEPS]
-    found, any_random = bounds(index, slots), False
+    index = Index(*tables)
+    E, T = len(index.lanes), index.num_steps
+    distances, has_random = bounds(tables, slots), False
     for i in range(len(slots)):
-        any_random |= kinds[i] == _RANDOM
-    if any_random:
-        draw(index, T, noise, out)
+        has_random |= kinds[i] == _RANDOM
+    if has_random:
+        draw(tables, T, noise, out)
     for i in range(len(slots)):
-        kind, begin, end = kinds[i], max(found[i, BEGIN], found[i, OLDEST]), found[i, END]
+        kind, begin, end = (
+            kinds[i],
+            max(distances[i, BEGIN], distances[i, OLDEST]),
+            distances[i, END],
+        )
         if kind == _RANDOM:
             continue
         offset = 0
         if kind == _FUTURE:
-            offset = _below(noise[i], end + 1)
+            offset = _random_below(noise[i], end + 1)
         elif kind == _FINAL:
             offset = end
         elif kind == _EPISODE:
-            offset = begin + _below(noise[i], end - begin + 1)
+            offset = begin + _random_below(noise[i], end - begin + 1)
         elif kind == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
-        out[i] = _moved(slots[i], offset, E, T)
-        prefetch(where, out[i])
+        out[i] = _shift(slots[i], offset, E, T)
+        prefetch(index.where, out[i])
 
 
 @loop
-def windows(index: Any, slots: Any, out: Any, lengths: Any) -> None:
-    """Returns `[n, B]` each row and those after it in its episode, the last repeated; and how many."""
-    E, T = len(index[LANES]), index[STEPS]
-    found = bounds(index, slots)
+def windows(tables: Any, slots: Any, out: Any, lengths: Any) -> None:
+    """Writes the n-step windows of rows to `out` `[n, B]`, and their lengths `[B]`.
+
+    A window is the row and the rows after it in its episode; the last row is repeated up to n rows.
+    """
+    index = Index(*tables)
+    E, T = len(index.lanes), index.num_steps
+    distances = bounds(tables, slots)
     for j in range(len(out)):
         for i in range(len(slots)):
-            out[j, i] = _moved(slots[i], min(j, found[i, END]), E, T)
+            out[j, i] = _shift(slots[i], min(j, distances[i, END]), E, T)
     for i in range(len(slots)):
-        lengths[i] = min(len(out), found[i, END] + 1)
+        lengths[i] = min(len(out), distances[i, END] + 1)
 
 
 @loop
-def fold(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
-    """Sums the first `lengths` `[B]` of `rewards` `[n, B, m]` by `weights` `[n]`, in float64.
+def sum_windows(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
+    """Computes weighted sums of the first `lengths` `[B]` of `rewards` `[n, B, m]`, in float64.
 
     out_bj = Σ weights[i] · rewards[i, b, j]   over i < lengths[b]
     """
@@ -242,74 +255,75 @@ def fold(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
 
 @loop
 def sequences(
-    index: Any, slots: Any, burn_in: int, boundary: int, out: Any, valid: Any, begins: Any
+    tables: Any, slots: Any, burn_in: int, boundary: int, out: Any, valid: Any, begins: Any
 ) -> None:
-    """Returns the rows around each one, `[B, S]`, in time order.
+    """Writes sequences of S consecutive rows, in time order, each around an anchor row.
 
     Args:
-        index: the tables.
-        slots: `[B]`.
-        burn_in: how many rows before each one.
-        boundary: the place among `BOUNDARIES`: "pad" repeats the first or last row of the episode; "fit"
-            moves all S by as little as keeps them within it, the rows from `slots` on before the burn-in;
-            "cross" goes on into the episodes before and behind in the lane.
-        out: `[B, S]` slots; the first or last row that is there is repeated beyond it.
-        valid: `[B, S]` bool, whether a row is the one asked for.
-        begins: `[B, S]` bool, whether an episode begins with it.
+        tables: of the index.
+        slots: `[B]` the anchors.
+        burn_in: number of rows before each anchor.
+        boundary: position in `BOUNDARIES`: "pad" repeats the first or last row of the episode; "fit"
+            shifts the sequence by the least number of steps that keeps it within the episode, where the
+            rows from the anchor on take precedence over the burn-in; "cross" continues into the episodes
+            before and after in the lane.
+        out: `[B, S]` slots; the oldest or newest row within the bounds is repeated beyond them.
+        valid: `[B, S]` bool, whether a row is in its position and not a repeated one.
+        begins: `[B, S]` bool, whether a row begins an episode.
     """
-    _, episode, _, spans, lanes, T, _, _, _, _ = index
+    index = Index(*tables)
+    episode, spans, lanes, T = index.episode, index.spans, index.lanes, index.num_steps
     E, S = len(lanes), out.shape[1]
-    found = bounds(index, slots)
+    distances = bounds(tables, slots)
     for i in range(len(slots)):
-        first, oldest, begin = found[i, BEGIN], found[i, OLDEST], -burn_in
-        low, high = max(first, oldest), found[i, END]
+        first, oldest, begin = distances[i, BEGIN], distances[i, OLDEST], -burn_in
+        low, high = max(first, oldest), distances[i, END]
         e = lane_of(slots[i], E, T)
         step = lanes[e, TAIL] - oldest
         if boundary == _CROSS:
-            low, high = oldest, found[i, NEWEST]
+            low, high = oldest, distances[i, NEWEST]
         elif boundary == _FIT:
-            # Forward until the burn-in fits, but only while the last row does; back until the last row
-            # fits, but only while the rows from the anchor on do, which matter more than the burn-in.
+            # Shift forward until the burn-in fits, but only while the last row fits. Shift back until
+            # the last row fits, but only while the anchor does: it matters more than the burn-in.
             begin += max(min(max(burn_in + low, 0), high - (S - burn_in - 1)), low)
         for s in range(S):
-            wanted = begin + s
-            offset = min(max(wanted, low), high)
-            out[i, s] = _moved(slots[i], offset, E, T)
-            valid[i, s] = offset == wanted
+            offset = min(max(begin + s, low), high)
+            out[i, s] = _shift(slots[i], offset, E, T)
+            valid[i, s] = offset == begin + s
             begins[i, s] = spans[e, episode[out[i, s]], FIRST] == step + offset
 
 
 @loop
-def slots_between(index: Any, firsts: Any, ends: Any) -> Any:
+def slots_between(tables: Any, firsts: Any, ends: Any) -> Any:
     """Returns the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
-    T, i, slots = index[STEPS], 0, np.empty((ends - firsts).sum(), np.int64)
+    T, i, slots = Index(*tables).num_steps, 0, np.empty((ends - firsts).sum(), np.int64)
     for e in range(len(firsts)):
-        place = firsts[e] % T
+        position = firsts[e] % T
         for _ in range(firsts[e], ends[e]):
-            slots[i] = e * T + place
-            place = after(place, T)
+            slots[i] = e * T + position
+            position = increment(position, T)
             i += 1
     return slots
 
 
 @loop
-def changes(index: Any, before: Any, now: Any, began_anew: bool) -> Any:
-    """Returns the slots of steps that gave way, and of those that were written, between two moments.
+def changes(tables: Any, before: Any, now: Any, is_reset: bool) -> Any:
+    """Returns the slots of steps that were evicted, and of steps that were written, between two moments.
 
-    Not more than the lanes hold: who was away for long need not go through what he missed.
+    The slots are at most as many as the lanes hold, however many steps were written in between.
 
     Args:
-        index: the tables.
-        before: `[E, 2]` cursors and tails.
-        now: likewise.
-        began_anew: whether all steps of before gave way.
+        tables: of the index.
+        before: `[E, 2]` cursors and tails at the first moment.
+        now: `[E, 2]` cursors and tails at the second moment.
+        is_reset: whether all earlier steps were evicted at once.
     """
     firsts, ends = np.empty((2, len(now)), np.int64), np.empty((2, len(now)), np.int64)
     for e in range(len(now)):
-        cursor, seen = now[e, CURSOR], before[e, CURSOR]
-        # Another process may be writing: its tail may be beyond the cursor that was read.
-        tail, oldest = min(now[e, TAIL], cursor), min(before[e, TAIL], seen)
-        firsts[0, e], ends[0, e] = oldest, seen if began_anew else min(seen, tail)
-        firsts[1, e], ends[1, e] = tail if began_anew else max(seen, tail), cursor
-    gone = slots_between(index, firsts[0], ends[0])
-    return gone, slots_between(index, firsts[1], ends[1])
+        cursor, last_cursor = now[e, CURSOR], before[e, CURSOR]
+        # A concurrent writer may have moved a tail beyond the cursor that was read.
+        tail, oldest = min(now[e, TAIL], cursor), min(before[e, TAIL], last_cursor)
+        firsts[0, e], ends[0, e] = oldest, last_cursor if is_reset else min(last_cursor, tail)
+        firsts[1, e], ends[1, e] = tail if is_reset else max(last_cursor, tail), cursor
+    evicted = slots_between(tables, firsts[0], ends[0])
+    return evicted, slots_between(tables, firsts[1], ends[1])

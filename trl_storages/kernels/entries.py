@@ -1,28 +1,31 @@
-"""Streams of observations: where steps are written, how they are published, and how rows are read.
+"""Streams of observations: loops that write steps, publish them, and read rows.
 
 A lane is a stream of entries `[observation | step]`. A transition is the entry at `where[slot]` together
-with the observation of the entry after it. A step whose observation is, bit for bit, what its lane's
-stream ends with fills that last entry and adds one for its next observation; any other step adds its
-own observation first, a stack of k frames k entries. So each observation is stored once, whatever is
-written reads back as it was, and ends, gaps, wraps and the newest row need no case when rows are read.
+with the observation of the next entry. If the observation of a step is bitwise identical to the
+observation at the end of its stream, the step is written to that last entry, and one entry is added for
+its next observation. Any other step adds entries for its own observation first, k of them for a stack of
+k frames. So each observation is stored once, every row reads back as it was written, and reading has no
+special cases for ends of episodes, discontinuities, wraps or the newest row.
 
 A write stores, in this order, with a fence between:
 
-1. the tail of each lane: the steps before it give way, as their slots or entries are needed;
-2. index and entries of the new steps, whose numbers are the cursor and above: nobody looks at them yet;
-3. the cursor of each lane: from this one store on its new steps count.
+1. the tail of each lane: steps before the tail are evicted, because their slots or entries are needed;
+2. entries and tables of the new steps, which readers ignore, because they lie beyond the cursor;
+3. the cursor of each lane, which publishes its new steps by one store.
 
-A write that is cut off before 3 leaves nothing but steps that are gone, and the next write begins where
-it began. What it reads, the entry behind the last published step, is never among what is overwritten.
+If a write is interrupted before 3, none of its steps is stored, the evicted steps are lost, and the next
+write begins at the same cursor. The entry after the last published step is never overwritten, because
+the next write compares its first row with the observation there.
 
-Letters: E lanes, T steps a lane, M entries a lane, k frames a stack, N rows of a block, L lanes that it
-writes, B batch. In words of 8 bytes: W an entry, O its observation, the first F words of which are the
-newest frame, S = O + (k - 1) F an observation as it is seen, with all its frames. A row as it is seen
-is `[observation S | step W - O | next observation S]`, stacks before all else of an observation.
+Letters: E lanes, T steps a lane, M entries a lane, k frames a stack, N rows of a block, L lanes of the
+block, B batch. In words of 8 bytes: W an entry, O its observation, whose first F words are the newest
+frame, S = O + (k - 1) F an observation with all its frames. A row is
+`[observation S | step W - O | next observation S]`, and stacks come first in an observation.
 
-An `index` is that of `kernels`.
-`sizes` are `(F, O, first, end, R)`: the words `first` to `end` of S tell whether a row continues another,
-and from word R on the step of an entry holds what stands under `next`.
+`tables` are those of `kernels.Index`. A `store` is the tuple of the entries `[E M, W]`, the
+`kernels.Sizes` as a plain tuple, and k. `entry` `[N]` or `[B]` int64 are numbers of entries. `kinds`
+`[N]` uint8 say how rows compare with the end of their streams: SHARED, SEPARATE or DISCONTINUITY. The
+rows `offsets[m]` to `offsets[m + 1]` of a block belong to lane `lanes[m]`.
 """
 
 from __future__ import annotations
@@ -36,29 +39,27 @@ from trl_storages.kernels import (
     CURSOR,
     DISCONTINUITY,
     DONE,
-    ENDS,
     FIRST,
-    LANES,
     LAST,
-    PRIORITIES,
     SEPARATE,
     SHARED,
-    STACK,
-    STEPS,
     TAIL,
+    Index,
+    Sizes,
 )
-from trl_storages.kernels.checksums import mark, number
+from trl_storages.kernels.checksums import step_number, write_checksums
 from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefetch
-from trl_storages.kernels.draws import after
+from trl_storages.kernels.draws import increment
 
 __all__ = [
     "compare",
+    "compare_block",
+    "compare_with_tips",
     "copy_in",
     "count_gaps",
     "enter",
     "find_gaps",
     "find_overwritten",
-    "find_tips",
     "gather",
     "make_room",
     "paste",
@@ -67,354 +68,414 @@ __all__ = [
     "take",
 ]
 
-# How many lanes are written together.
-_TOGETHER = 256
-# How many rows ahead memory is asked for: loops begin so many early, for that of their first rows.
-_AHEAD = 32
+# Number of lanes that are written together.
+_GROUP = 256
+# Loops prefetch memory for the row that is this many rows later, and start so many turns early.
+_DISTANCE = 32
 
 
 @loop
-def find_tips(index: Any, which: Any, tips: Any) -> None:
-    """Finds the entry that each of some lanes' streams ends with, `[L]`; -1 if nothing was written."""
-    where, episode, ends, spans, lanes, T = index[:6]
-    for m in range(-_AHEAD, len(which)):
-        if m + _AHEAD < len(which):
-            e = which[m + _AHEAD]
-            slot = e * T + (lanes[e, CURSOR] - 1) % T
-            # A write goes on in these tables, at the next slot.
+def _find_tips(tables: Any, lanes: Any, tips: Any) -> None:
+    """Finds the last entry `[L]` of the streams of some lanes; -1 if nothing was written."""
+    index = Index(*tables)
+    where, episode, ends, priorities = index.where, index.episode, index.ends, index.priorities
+    spans, bounds, T = index.spans, index.lanes, index.num_steps
+    for m in range(-_DISTANCE, len(lanes)):
+        if m + _DISTANCE < len(lanes):
+            e = lanes[m + _DISTANCE]
+            slot = e * T + (bounds[e, CURSOR] - 1) % T
+            # The write continues in these tables, at the next slot.
             prefetch(where, slot)
             prefetch(episode, slot)
             prefetch(ends, slot)
-            prefetch(index[PRIORITIES], slot)
+            prefetch(priorities, slot)
         if m >= 0:
-            e = which[m]
-            cursor = lanes[e, CURSOR]
+            e = lanes[m]
+            cursor = bounds[e, CURSOR]
             slot = e * T + (cursor - 1) % T
             tips[m] = where[slot] + 1 if cursor > 0 else -1
             prefetch(spans, e, episode[slot] * 16, episode[slot] * 16 + 32)
 
 
 @inlined
-def _are_same(one: Any, p: int, q: int, other: Any, i: int, j: int, size: int) -> bool:
-    """Returns whether `one[p, q : q + size]` equals `other[i, j : j + size]`."""
-    here, there, different = one[p, q : q + size], other[i, j : j + size], 0
+def _are_equal(left: Any, p: int, q: int, right: Any, i: int, j: int, size: int) -> bool:
+    """Returns whether `left[p, q : q + size]` equals `right[i, j : j + size]`."""
+    words, right_words, difference = left[p, q : q + size], right[i, j : j + size], 0
     for w in range(size):
-        different |= here[w] ^ there[w]
-    return different == 0
+        difference |= words[w] ^ right_words[w]
+    return difference == 0
 
 
 @inlined
-def _compared(before: Any, p: int, q: int, block: Any, i: int, S: int, sizes: Any) -> int:
-    """Returns how row i of a block compares with an observation, `before[p, q : q + S]`."""
-    _, _, first, end, _ = sizes
-    if _are_same(before, p, q, block, i, 0, S):
+def _compare_row(
+    before: Any, p: int, q: int, words: Any, i: int, S: int, first: int, end: int
+) -> int:
+    """Returns the kind of row i of a block after the observation `before[p, q : q + S]`."""
+    if _are_equal(before, p, q, words, i, 0, S):
         return SHARED
-    return (
-        SEPARATE if _are_same(before, p, q + first, block, i, first, end - first) else DISCONTINUITY
-    )
+    continues = _are_equal(before, p, q + first, words, i, first, end - first)
+    return SEPARATE if continues else DISCONTINUITY
 
 
 @loop
-def compare(
-    entries: Any, sizes: Any, k: int, tips: Any, offsets: Any, block: Any, how: Any
-) -> None:
-    """Compares the observations of a block with what their streams end with.
+def compare(store: Any, tips: Any, offsets: Any, words: Any, kinds: Any) -> None:
+    """Compares the observations of a block with the observations before them in their streams.
 
     Args:
-        entries: `[*, W]`, or of observations alone.
-        sizes: as above.
-        k: frames a stack.
-        tips: `[L]`, the entry with which the stream of each lane ends; -1 if there is none.
+        store: of entries, or of observations alone.
+        tips: `[L]`, the last entry of the stream of each lane; -1 if nothing was written.
         offsets: `[L + 1]`, where the rows of each lane begin.
-        block: `[N, 2 S + W - O]` rows, lane by lane.
-        how: `[N]` uint8, the result.
+        words: `[N, 2 S + W - O]` rows, lane by lane.
+        kinds: `[N]`, the result.
     """
-    F, O, _, _, _ = sizes
+    entries, sizes, k = store
+    F, O, first, end, _ = sizes
     S = O + (k - 1) * F
-    next_word, last = block.shape[1] - S, np.empty((1, S), np.int64)
-    for m in range(-_AHEAD, len(tips)):
-        if m + _AHEAD < len(tips):
-            # What a stream ends with, and the entry behind it, which is written to.
-            prefetch(entries, max(tips[m + _AHEAD], 0), 0, 2 * entries.shape[1] * 8)
+    next_word, last = words.shape[1] - S, np.empty((1, S), np.int64)
+    for m in range(-_DISTANCE, len(tips)):
+        if m + _DISTANCE < len(tips):
+            # The last observation of the stream, and the next entry, which the write fills.
+            prefetch(entries, max(tips[m + _DISTANCE], 0), 0, 2 * entries.shape[1] * 8)
         if m < 0:
             continue
         for i in range(offsets[m], offsets[m + 1]):
             if i > offsets[m]:
-                how[i] = _compared(block, i - 1, next_word, block, i, S, sizes)
+                kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
             elif tips[m] < 0:
-                how[i] = DISCONTINUITY
+                kinds[i] = DISCONTINUITY
             else:
                 for j in range(k - 1):
                     copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
                 copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
-                how[i] = _compared(last, 0, 0, block, i, S, sizes)
+                kinds[i] = _compare_row(last, 0, 0, words, i, S, first, end)
 
 
 @loop
-def count_gaps(sizes: Any, next_word: int, block: Any, done: Any) -> int:
-    """Returns how many rows of a block of one lane do not continue the row before, which is not done.
+def compare_block(
+    tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
+) -> None:
+    """Compares the observations of a block with those in entries; see `compare`."""
+    tips = np.empty(len(lanes), np.int64)
+    _find_tips(tables, lanes, tips)
+    compare(store, tips, offsets, words, kinds)
 
-    The number is exact where it is more than half of the rows; else it may be too small.
+
+@loop
+def compare_with_tips(
+    tables: Any, tips: Any, sizes: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
+) -> None:
+    """Compares a block with copies `tips` `[E, S]` of the last observations of streams; see `compare`."""
+    index, S, tip_lanes = Index(*tables), tips.shape[1], lanes.copy()
+    for m in range(len(lanes)):
+        if index.lanes[lanes[m], CURSOR] == 0:
+            tip_lanes[m] = -1
+    # A copy is like an entry that holds all frames of its observation.
+    size = Sizes(*sizes)
+    compare((tips, (S, S, size.first, size.end, S), 1), tip_lanes, offsets, words, kinds)
+
+
+@loop
+def count_gaps(sizes: Any, next_word: int, words: Any, done: Any) -> int:
+    """Returns the number of rows of a block of one lane that do not continue the row before.
+
+    Rows after a done row are not counted. If more than half of the rows continue, the number may be too
+    small.
     """
-    _, _, first, end, _ = sizes
-    gaps = 0
-    for i in range(1, len(block)):
-        if 2 * (i - gaps) > len(block):
+    first, gaps = Sizes(*sizes).first, 0
+    size = Sizes(*sizes).end - first
+    for i in range(1, len(words)):
+        if 2 * (i - gaps) > len(words):
             break  # most rows continue
         if not done[i - 1]:
-            same = _are_same(block, i - 1, next_word + first, block, i, first, end - first)
-            gaps += not same
+            gaps += not _are_equal(words, i - 1, next_word + first, words, i, first, size)
     return gaps
 
 
 @loop
 def find_gaps(
-    index: Any, which: Any, offsets: Any, how: Any, done: Any, cut: Any, cuts: bool
+    tables: Any,
+    lanes: Any,
+    offsets: Any,
+    kinds: Any,
+    done: Any,
+    cut: Any,
+    cuts_gaps: bool,
+    stops_at_gaps: bool,
 ) -> int:
-    """Returns how many gaps a block has; if it `cuts` them, `cut` `[N]` says so from then on.
+    """Returns the number of gaps of a block; 0 if it neither cuts gaps nor stops at gaps.
 
-    A gap is a row that does not continue the one before it, whose episode nobody ended.
+    A gap is a row that does not continue the row before although the episode has not ended. Unless the
+    write stops at gaps, `cut` `[N]` becomes true where a gap is.
     """
-    ends, lanes, T, gaps = index[ENDS], index[LANES], index[STEPS], 0
-    for m in range(len(which)):
-        e, cursor = which[m], lanes[which[m], CURSOR]
-        goes_on = cursor > 0 and ends[e * T + (cursor - 1) % T] == CONTINUES
+    if not (cuts_gaps or stops_at_gaps):
+        return 0
+    index, gaps = Index(*tables), 0
+    T = index.num_steps
+    for m in range(len(lanes)):
+        e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
+        is_open = cursor > 0 and index.ends[e * T + (cursor - 1) % T] == CONTINUES
         for i in range(offsets[m], offsets[m + 1]):
-            if goes_on and not cut[i] and how[i] == DISCONTINUITY:
-                cut[i] = cuts
+            if is_open and not cut[i] and kinds[i] == DISCONTINUITY:
+                cut[i] = not stops_at_gaps
                 gaps += 1
-            goes_on = not done[i]
+            is_open = not done[i]
     return gaps
 
 
 @loop
-def make_room(index: Any, which: Any, offsets: Any, how: Any, at: Any) -> None:
-    """Finds an entry `at` `[N]` for each row; steps whose entries or slots it takes are no longer live.
+def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> None:
+    """Chooses the entry `[N]` of each row, and evicts the steps whose entries or slots are needed.
 
-    The rows of a lane must be few enough for its entries: see `EpisodeIndex.most_steps`. Where a row
-    continues its stream but can't lie behind it, `how` says so from then on.
+    The number of rows of a lane is at most `EpisodeIndex.most_steps`. A row that continues its stream but
+    cannot lie after it becomes SEPARATE.
     """
-    where, _, _, _, lanes, T, M, k, _, depth = index
-    for m in range(len(which)):
-        e, begin, end = which[m], offsets[m], offsets[m + 1]
+    index = Index(*tables)
+    where, bounds, depth = index.where, index.lanes, index.depth
+    T, M, k = index.num_steps, index.num_entries, index.stack
+    for m in range(len(lanes)):
+        e, begin, end = lanes[m], offsets[m], offsets[m + 1]
         if begin == end:
             continue
-        base, cursor, tail = e * M, lanes[e, CURSOR], lanes[e, TAIL]
+        base, cursor, tail = e * M, bounds[e, CURSOR], bounds[e, TAIL]
         # The newest step is in entry p, its next observation in p + 1: p + 2 is free.
         head = where[e * T + (cursor - 1) % T] - base + 2 if cursor else 0
         slot = tail % T
-        # A block goes on to the end of the lane's entries, or starts from their beginning.
+        # The block fits between head and the end of the lane's entries, or starts at their beginning.
         need = k + end - begin
         for i in range(begin, end):
-            need += k * (how[i] != SHARED)
+            need += k * (kinds[i] != SHARED)
         if head + need > M:
-            how[begin] = max(how[begin], SEPARATE)
+            kinds[begin] = max(kinds[begin], SEPARATE)
             while tail < cursor and where[e * T + slot] - base >= head:
-                tail += 1  # older than what lies at the beginning
-                slot = after(slot, T)
+                tail += 1  # older than the steps at the beginning of the entries
+                slot = increment(slot, T)
             head = 0
         for i in range(begin, end):
-            place = head - 1 if how[i] == SHARED else head + k - 1
+            position = head - 1 if kinds[i] == SHARED else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
-                # Steps before head came after the last return to the beginning and stay. Those behind
-                # need entries from oldest - (depth - 1) on, the new row those to place + 1.
-                if oldest < head or place + 1 < oldest - (depth - 1):
+                # Steps before head came after the last return to the beginning and stay. Steps from
+                # head on need entries from oldest - (depth - 1) on, the new row those to position + 1.
+                if oldest < head or position + 1 < oldest - (depth - 1):
                     break
                 tail += 1
-                slot = after(slot, T)
-            at[i] = base + place
-            head = place + 2
-        lanes[e, TAIL] = max(tail, cursor + end - begin - T)
+                slot = increment(slot, T)
+            entry[i] = base + position
+            head = position + 2
+        bounds[e, TAIL] = max(tail, cursor + end - begin - T)
     fence()
 
 
 @loop
 def enter(
-    index: Any,
-    which: Any,
+    tables: Any,
+    lanes: Any,
     offsets: Any,
-    how: Any,
-    at: Any,
+    kinds: Any,
+    entry: Any,
     done: Any,
     cut: Any,
     slots: Any,
     numbers: Any,
 ) -> None:
-    """Enters rows beyond the cursors into the index, in `slots` `[N]`.
+    """Writes the steps of a block beyond the cursors of the index.
 
-    `numbers` `[N]` gets the first words of their marks, see `checksums`.
+    The results are `slots` `[N]`, and `numbers` `[N]`, the word NUMBER of each step, see `checksums`.
     """
-    where, episode, ends, spans, lanes, T, _, _, priorities, _ = index
-    for m in range(len(which)):
-        e = which[m]
-        step = lanes[e, CURSOR]
-        before = e * T + (step - 1) % T
-        goes_on, running = False, T
+    index = Index(*tables)
+    where, episode, ends, spans = index.where, index.episode, index.ends, index.spans
+    bounds, priorities, T = index.lanes, index.priorities, index.num_steps
+    for m in range(len(lanes)):
+        e = lanes[m]
+        step = bounds[e, CURSOR]
+        newest = e * T + (step - 1) % T
+        is_open, running = False, T
         if step > 0:
-            goes_on, running = ends[before] == CONTINUES, episode[before]
+            is_open, running = ends[newest] == CONTINUES, episode[newest]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            begins = cut[i] or not goes_on
+            begins = cut[i] or not is_open
             if begins:
-                if step > 0:  # a write that was cut off may have gone on with it
+                if step > 0:  # an interrupted write may have lengthened the episode
                     spans[e, running, LAST] = step - 1
-                running = after(running, T + 1)
+                running = increment(running, T + 1)
                 spans[e, running, FIRST] = step
             spans[e, running, LAST] = step
-            slots[i], numbers[i] = e * T + slot, number(step, begins, done[i])
-            where[slots[i]], episode[slots[i]] = at[i], running
+            slots[i], numbers[i] = e * T + slot, step_number(step, begins, done[i])
+            where[slots[i]], episode[slots[i]] = entry[i], running
             ends[slots[i]] = DONE if done[i] else CONTINUES
-            if priorities[slots[i]] != 0:  # of the step that gave way
+            if priorities[slots[i]] != 0:  # the priority of the evicted step
                 priorities[slots[i]] = 0
-            goes_on = not done[i]
+            is_open = not done[i]
             step += 1
-            slot = after(slot, T)
+            slot = increment(slot, T)
 
 
 @loop
-def copy_in(entries: Any, sizes: Any, k: int, block: Any, how: Any, at: Any) -> None:
+def copy_in(store: Any, words: Any, kinds: Any, entry: Any) -> None:
     """Copies the rows of a block into their entries."""
-    F, O, _, _, _ = sizes
-    older, last, W = (k - 1) * F, block.shape[1] - O, entries.shape[1]
-    for i in range(len(at)):
-        if i + _AHEAD < len(at):
-            prefetch(entries, at[i + _AHEAD], 0, W * 8)
-        if how[i] != SHARED:
+    entries, sizes, k = store
+    F, O = sizes[:2]
+    older, last, W = (k - 1) * F, words.shape[1] - O, entries.shape[1]
+    for i in range(len(entry)):
+        if i + _DISTANCE < len(entry):
+            prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
+        if kinds[i] != SHARED:
             for j in range(k - 1):
-                copy_words(entries, at[i] - (k - 1) + j, 0, block, i, j * F, F)
-            # The newest frame and the rest of the observation lie side by side.
-            copy_words(entries, at[i], 0, block, i, older, O)
-        copy_words(entries, at[i], O, block, i, older + O, W - O)
-        copy_words(entries, at[i] + 1, 0, block, i, last, O)
+                copy_words(entries, entry[i] - (k - 1) + j, 0, words, i, j * F, F)
+            # The newest frame and the rest of the observation are consecutive words.
+            copy_words(entries, entry[i], 0, words, i, older, O)
+        copy_words(entries, entry[i], O, words, i, older + O, W - O)
+        copy_words(entries, entry[i] + 1, 0, words, i, last, O)
 
 
 @loop
-def publish(index: Any, which: Any, offsets: Any) -> None:
-    """Makes the rows of a block count, lane by lane, each by one store."""
-    lanes = index[LANES]
+def publish(tables: Any, lanes: Any, offsets: Any) -> None:
+    """Publishes the steps of a block, lane by lane, each lane by one store."""
+    index = Index(*tables)
     fence()
-    for m in range(len(which)):
-        lanes[which[m], CURSOR] += offsets[m + 1] - offsets[m]
+    for m in range(len(lanes)):
+        index.lanes[lanes[m], CURSOR] += offsets[m + 1] - offsets[m]
     fence()
 
 
 @loop
 def put(
-    index: Any,
-    entries: Any,
-    sizes: Any,
-    which: Any,
+    tables: Any,
+    store: Any,
+    lanes: Any,
     offsets: Any,
-    block: Any,
+    words: Any,
     done: Any,
     cut: Any,
     cuts_gaps: bool,
     stops_at_gaps: bool,
     slots: Any,
-    marked: Any,
+    checksum_tables: Any,
 ) -> int:
-    """Writes a block whole, unless it stops at gaps and has some; returns how many it has cut.
+    """Writes a block and returns the number of gaps; writes nothing if it stops at gaps and has one.
 
-    All lanes are compared before any is written. Then groups of lanes are written one after another, so
-    that what one pass over a group reads is in the cache for the next pass. In memory the marks are none.
+    All lanes are compared before any lane is written. Then groups of lanes are written one after another,
+    so that the memory of a group stays in the cache from one pass to the next.
+
+    Args:
+        tables: of the index.
+        store: as above.
+        lanes: like the next four arguments a field of a `Block`.
+        offsets: see `Block`.
+        words: see `Block`.
+        done: see `Block`.
+        cut: see `Block`.
+        cuts_gaps: whether gaps begin episodes.
+        stops_at_gaps: whether nothing is written if there are gaps.
+        slots: `[N]`, the result.
+        checksum_tables: see `checksums`; without entries in memory.
     """
-    k, size, gaps = index[STACK], sizes[1], 0
-    how, at = np.empty(len(block), np.uint8), np.empty(len(block), np.int64)
-    tips, numbers = np.empty(len(which), np.int64), np.empty(len(block), np.int64)
-    find_tips(index, which, tips)
-    compare(entries, sizes, k, tips, offsets, block, how)
-    if cuts_gaps or stops_at_gaps:
-        gaps = find_gaps(index, which, offsets, how, done, cut, not stops_at_gaps)
+    entries, sizes, k = store
+    size = Sizes(*sizes).observation
+    size = Sizes(*sizes).observation
+    kinds, entry = np.empty(len(words), np.uint8), np.empty(len(words), np.int64)
+    numbers, tips = np.empty(len(words), np.int64), np.empty(len(lanes), np.int64)
+    # Not by `compare_block`, because one more call takes longer than the comparison of a row.
+    _find_tips(tables, lanes, tips)
+    compare(store, tips, offsets, words, kinds)
+    gaps = find_gaps(tables, lanes, offsets, kinds, done, cut, cuts_gaps, stops_at_gaps)
     if gaps and stops_at_gaps:
         return gaps
-    for m in range(0, len(which), _TOGETHER):
-        lanes, some = which[m : m + _TOGETHER], offsets[m : m + _TOGETHER + 1]
-        first, end = some[0], some[-1]
-        make_room(index, lanes, some, how, at)
-        enter(index, lanes, some, how, at, done, cut, slots, numbers)
-        new = how[first:end], at[first:end]
-        copy_in(entries, sizes, k, block[first:end], *new)
-        if len(marked[0]):
-            mark(entries, size, k, marked, *new, numbers[first:end])
-        publish(index, lanes, some)
+    for m in range(0, len(lanes), _GROUP):
+        group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
+        first, end = bounds[0], bounds[-1]
+        make_room(tables, group, bounds, kinds, entry)
+        enter(tables, group, bounds, kinds, entry, done, cut, slots, numbers)
+        new = kinds[first:end], entry[first:end]
+        copy_in(store, words[first:end], *new)
+        if len(checksum_tables[0]):
+            write_checksums(entries, size, k, checksum_tables, *new, numbers[first:end])
+        publish(tables, group, bounds)
     return gaps
 
 
 @loop
-def find_overwritten(index: Any, slots: Any, cursors: Any, stale: Any) -> None:
-    """Says which rows, that were live when the lanes had these cursors, gave way since.
+def find_overwritten(tables: Any, slots: Any, cursors: Any, overwritten: Any) -> None:
+    """Finds which rows `[B]`, valid when the lanes had these cursors, were overwritten or evicted since.
 
-    It looks once: what is left of a lane has no holes.
+    One look at the tails is enough, because the valid steps of a lane are consecutive.
     """
-    T = index[STEPS]
+    index = Index(*tables)
+    T = index.num_steps
     fence()
-    tails = index[LANES][:, TAIL].copy()
+    tails = index.lanes[:, TAIL].copy()
     for i in range(len(slots)):
         lane = slots[i] // T
         newest = cursors[lane] - 1
-        stale[i] = newest - (newest - slots[i]) % T < tails[lane]
+        overwritten[i] = newest - (newest - slots[i]) % T < tails[lane]
 
 
 @loop
-def gather(entries: Any, sizes: Any, k: int, at: Any, last: Any, out: Any) -> None:
-    """Copies whole rows `out` `[B, 2 S + W - O]`, of entries `at`, what is next of entries `last`."""
+def gather(store: Any, entry: Any, last: Any, out: Any) -> None:
+    """Copies rows `[B, 2 S + W - O]` from entries `entry`, and their next values from entries `last`."""
+    entries, sizes, k = store
     F, O, _, _, R = sizes
     older, W, newest = (k - 1) * F, entries.shape[1], out.shape[1] - O
-    for i in range(-_AHEAD, len(at)):
-        if i + _AHEAD < len(at):
-            prefetch(entries, at[i + _AHEAD], 0, W * 8)
-            prefetch(entries, last[i + _AHEAD], R * 8, (W + O) * 8)
+    for i in range(-_DISTANCE, len(entry)):
+        if i + _DISTANCE < len(entry):
+            prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
+            prefetch(entries, last[i + _DISTANCE], R * 8, (W + O) * 8)
         if i < 0:
             continue
         for j in range(k - 1):
-            copy_words(out, i, j * F, entries, at[i] - (k - 1) + j, 0, F)
+            copy_words(out, i, j * F, entries, entry[i] - (k - 1) + j, 0, F)
             copy_words(out, i, newest - older + j * F, entries, last[i] + 1 - (k - 1) + j, 0, F)
-        copy_words(out, i, older, entries, at[i], 0, R)
+        copy_words(out, i, older, entries, entry[i], 0, R)
         copy_words(out, i, older + R, entries, last[i], R, W - R)
         copy_words(out, i, newest, entries, last[i] + 1, 0, O)
 
 
 @loop
-def take(elements: Any, at: Any, ahead: int, start: int, out: Any) -> None:
-    """Copies elements from `start` on of the k entries up to each of `at + ahead`, `out` `[B, k, n]`.
+def take(elements: Any, entry: Any, shift: int, start: int, out: Any) -> None:
+    """Copies a field of the k entries up to `entry + shift` to `out` `[B, k, n]`.
 
-    Entries are viewed as `elements` `[E M, *]`.
+    Args:
+        elements: `[E M, *]`, the entries viewed as words of the field.
+        entry: `[B]`.
+        shift: 1 for a next value, else 0.
+        start: where the field begins in an entry, in words of the field.
+        out: the result; n is the number of words of the field.
     """
     k, begin, size = out.shape[1], start * elements.itemsize, out.shape[2] * elements.itemsize
-    for i in range(-_AHEAD, len(at)):
-        if i + _AHEAD < len(at):
-            prefetch(elements, at[i + _AHEAD] + ahead, begin, begin + size)
+    for i in range(-_DISTANCE, len(entry)):
+        if i + _DISTANCE < len(entry):
+            prefetch(elements, entry[i + _DISTANCE] + shift, begin, begin + size)
         if i < 0:
             continue
         for j in range(k):
             for w in range(out.shape[2]):
-                out[i, j, w] = elements[at[i] + ahead - (k - 1) + j, start + w]
+                out[i, j, w] = elements[entry[i] + shift - (k - 1) + j, start + w]
 
 
 @loop
 def paste(
-    elements: Any, at: Any, ahead: int, start: int, size: int, mask: Any, rows: Any, firsts: Any
+    elements: Any, entry: Any, shift: int, start: int, size: int, mask: Any, rows: Any, firsts: Any
 ) -> None:
-    """Copies a field of entries `at + ahead` `[B]` into some of gathered `rows`.
+    """Copies a field of entries `entry + shift` `[B]` into some gathered rows.
 
     Args:
-        elements: entries, viewed as words of the field.
-        at: the entries, but for `ahead`.
-        ahead: 1 for what is next, else 0.
-        start: where the field begins in an entry.
-        size: its number of words.
-        mask: `[B]` which rows.
+        elements: `[E M, *]`, the entries viewed as words of the field.
+        entry: `[B]`.
+        shift: 1 for a next value, else 0.
+        start: where the field begins in an entry, in words of the field.
+        size: number of words of the field.
+        mask: `[B]` bool, which rows are written.
         rows: `[B, *]` int64.
-        firsts: where it goes in a row, in words of the field.
+        firsts: where the targets begin in a row, in words of the field.
     """
     begin, end = start * elements.itemsize, (start + size) * elements.itemsize
     out = rows.view(elements.dtype)
-    for i in range(-_AHEAD, len(at)):
-        if i + _AHEAD < len(at):
-            prefetch(elements, at[i + _AHEAD] + ahead, begin, end)
+    for i in range(-_DISTANCE, len(entry)):
+        if i + _DISTANCE < len(entry):
+            prefetch(elements, entry[i + _DISTANCE] + shift, begin, end)
         if i >= 0 and mask[i]:
-            p = at[i] + ahead
+            p = entry[i] + shift
             for w in range(size):
                 value = elements[p, start + w]
                 for first in firsts:

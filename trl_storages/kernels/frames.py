@@ -1,75 +1,95 @@
-"""Frames stored as what changed: each as its difference from the frame of the entry before it.
+"""Compressed frames: each frame is stored as its difference from the frame of the entry before.
 
-Consecutive entries of a lane hold consecutive frames, which differ little. So an entry holds, in place
-of its frame, one word that says where the *record* of the frame lies in the lane's ring of bytes, and
-how many entries back its *keyframe* is. A keyframe needs no other frame: every K-th is one, the first of
-a lane's entries, and one whose changes would take more. What it differs from is, byte by byte, the row of
-pixels above. So an entry needs up to K - 1 entries more than in `kernels.entries`, and all else is as
-there.
+Consecutive entries of a lane hold consecutive frames, which differ little. Therefore an entry holds, in
+place of its frame, one word: the position of the *record* of the frame in the lane's ring of bytes, and
+how many entries back its *keyframe* is. A keyframe needs no other frame; each of its bytes is stored as
+the difference from the byte above, in the row of pixels before. Keyframes are the first entry of a lane,
+every K-th entry, and entries whose difference from the frame before would take more bytes. So a step
+needs up to K - 1 entries more than in `kernels.entries`; all else is as in `kernels.entries`.
 
-A record is the number of its bytes, in four of them, and runs `(skip, length, values)`: so many bytes
-stay as they are, so many take these values. A skip of 255 and more is bytes of 255, and the rest.
-Positions of records count on from the beginning of the lane; position p lies at p mod H, and no record
-wraps. Whatever the bytes are, decoding reads and writes nothing outside of ring and frame: a reader may
-decode what is being overwritten, and looks afterwards.
+A record is the number of its bytes, in four bytes, and runs `(skip, length, values)`: `skip` bytes stay
+as they are, the next `length` bytes take the values. A skip of 255 and more is written as bytes of 255
+and a remainder. Positions count bytes since the beginning of the lane. Position p is byte p mod H of the
+ring, and no record wraps. Decoding any bytes reads and writes nothing outside of the ring and the frame,
+because a reader may decode a record while it is overwritten, and only afterwards checks the tail.
 
-Letters as in `kernels.entries`, whose `sizes` are of rows as they are seen; C words of a frame, the first
-F of which are those of stacks. A `store` is the tuple of
-
-- `entries` `[E M, W]`, each `[word | observation O - C | step]`, and `records` `[E, H]` uint8;
-- `tips` `[E, S]`, what streams end with, which is kept decoded; and `known` `[E, 3]`, for which
-  generation and cursor of a lane, and the position behind its last record;
-- sizes, k, C, K, and how many bytes a row of pixels has.
+Letters as in `kernels.entries`; C words of a frame, of which the first F belong to stacks; H bytes of a
+ring; K the interval of keyframes. The sizes O and R count the decoded frame.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from trl_storages.kernels import CURSOR, LANES, SHARED, STEPS, WHERE
+from trl_storages.kernels import CURSOR, SHARED, Index, Sizes
 from trl_storages.kernels.checksums import (
     NUMBER,
-    OF_OBSERVATION,
-    OF_STEP,
-    mark_steps,
-    of_observation,
+    OBSERVATION,
+    STEP,
+    observation_checksum,
+    write_step_checksums,
 )
 from trl_storages.kernels.compile import copy_words, inlined, loop
-from trl_storages.kernels.entries import compare, enter, find_gaps, make_room, publish
+from trl_storages.kernels.entries import compare_with_tips, enter, find_gaps, make_room, publish
 
 __all__ = [
     "BACK",
     "END",
     "EVERY",
     "SHIFT",
+    "Store",
     "are_records",
-    "check_observations",
-    "compare_with_tips",
+    "compare_block",
+    "compute_observation_checksums",
     "copy_in",
     "end_of",
     "gather",
-    "know_tips",
     "most_bytes",
     "move_in",
     "put",
     "take",
+    "update_tips",
 ]
 
-#: K of new storages.
+#: K of new buffers.
 EVERY = 16
-#: The bits of an entry's word that say how many entries back its keyframe is; those above, the position.
+#: The low bits of an entry's first word: how many entries back the keyframe is. The other bits, from bit
+#: SHIFT on, are the position of the record.
 BACK = 255
 SHIFT = 8
 _HEADER = 4
-#: Of `known`.
+#: Columns of `Store.tip_states`.
 _GENERATION, _CURSOR, END = range(3)
+
+
+class Store(NamedTuple):
+    """Entries with their records. Loops receive its `members` as a plain tuple, see `kernels`."""
+
+    entries: Any
+    """`[E M, W]`, each `[word | observation O - C | step]`."""
+    records: Any
+    """`[E, H]` uint8, the rings."""
+    tips: Any
+    """`[E, S]` decoded copies of the last observations of the streams."""
+    tip_states: Any
+    """`[E, 3]` for which generation and cursor of the lane a tip holds, and where its record ends."""
+    sizes: Any
+    """`kernels.Sizes` as a plain tuple."""
+    stack: int
+    """k."""
+    frame_words: int
+    """C."""
+    keyframes: int
+    """K."""
+    pixel_row: int
+    """Bytes of a row of pixels."""
 
 
 @inlined
 def most_bytes(size: int) -> int:
-    """Returns how many bytes a record of a frame of `size` bytes takes at most."""
+    """Returns the largest number of bytes of a record, for frames of `size` bytes."""
     return _HEADER + size + 2 * (size // 255) + 3
 
 
@@ -78,16 +98,16 @@ def most_bytes(size: int) -> int:
 
 @loop
 def _write_changes(before: Any, now: Any, record: Any, o: int) -> int:
-    """Writes runs wherever `now` `[8 C]` differs from `before`; returns where they end in the record."""
+    """Writes runs where `now` `[8 C]` differs from `before`, from byte o of `record`; returns the end."""
     size, i = now.size, 0
-    one, other = before.view(np.int64), now.view(np.int64)
+    words_before, words = before.view(np.int64), now.view(np.int64)
     while True:
         start = i
         while i < size and now[i] == before[i]:
             i += 1
             if i % 8 == 0:
                 w = i // 8
-                while w < len(one) and one[w] == other[w]:
+                while w < len(words) and words_before[w] == words[w]:
                     w += 1
                 i = 8 * w
         if i == size:
@@ -96,17 +116,17 @@ def _write_changes(before: Any, now: Any, record: Any, o: int) -> int:
         while skip >= 255:
             record[o] = 255
             o, skip = o + 1, skip - 255
-        record[o], length_at, begin = skip, o + 1, i
+        record[o], length_byte, begin = skip, o + 1, i
         o += 2
         while i < size and i - begin < 255:
-            # Two equal bytes inside of a run take less than another run.
+            # Up to two equal bytes inside a run take less space than another run.
             if now[i] == before[i] and (
                 i + 2 >= size or (now[i + 1] == before[i + 1] and now[i + 2] == before[i + 2])
             ):
                 break
             record[o] = now[i]
             o, i = o + 1, i + 1
-        record[length_at] = i - begin
+        record[length_byte] = i - begin
 
 
 @loop
@@ -123,7 +143,7 @@ def _apply_changes(ring: Any, o: int, end: int, frame: Any) -> None:
         length = min(length, end - o, frame.size - i)
         if length <= 0:
             continue
-        # Slices of one size are copied by vectors.
+        # The compiler vectorises a copy between slices of one size.
         values, changed = ring[o : o + length], frame[i : i + length]
         for j in range(length):
             changed[j] = values[j]
@@ -131,17 +151,17 @@ def _apply_changes(ring: Any, o: int, end: int, frame: Any) -> None:
 
 
 @inlined
-def _size_of(ring: Any, at: int, most: int) -> int:
-    """Returns the number of bytes of a record of at most `most`, with those that say so."""
+def _record_size(ring: Any, start: int, most: int) -> int:
+    """Returns the number of bytes of the record at byte `start`, header included; `most` at most."""
     size = np.int64(0)
     for j in range(_HEADER):
-        size |= np.int64(ring[min(at + j, ring.size - 1)]) << (8 * j)
+        size |= np.int64(ring[min(start + j, ring.size - 1)]) << (8 * j)
     return min(_HEADER + size, most)
 
 
 @inlined
-def _place_of(head: int, most: int, H: int) -> int:
-    """Returns the position of the next record, from `head` on, where it does not wrap."""
+def _next_position(head: int, most: int, H: int) -> int:
+    """Returns the first position from `head` on at which a record of `most` bytes does not wrap."""
     return head if head % H + most <= H else head + H - head % H
 
 
@@ -149,269 +169,293 @@ def _place_of(head: int, most: int, H: int) -> int:
 def _encode(
     ring: Any, head: int, back: int, enough: int, width: int, frames: Any
 ) -> tuple[int, int]:
-    """Stores a frame behind position `head`.
+    """Stores the record of a frame after position `head`.
 
     Args:
         ring: `[H]`.
         head: where the last record ends.
-        back: how far its keyframe would be back; 0 if it has to be one.
-        enough: a record of at most so many bytes is taken though a keyframe might be shorter.
+        back: how many entries back the keyframe would be; 0 if the frame must be a keyframe.
+        enough: a record of at most this many bytes is not compared with a keyframe.
         width: bytes of a row of pixels.
-        frames: `[4, 8 C]` uint8: the frame before, the frame, any, and zeros.
+        frames: `[4, 8 C]` uint8: the frame before, the frame, a buffer, and zeros.
 
     Returns:
-        the word of the entry, and where the record ends.
+        the first word of the entry, and where the record ends.
     """
-    before, now, spare, zeros = frames[0], frames[1], frames[2], frames[3]
+    before, now, differences, zeros = frames[0], frames[1], frames[2], frames[3]
     size = now.size
-    head = _place_of(head, most_bytes(size), ring.size)
-    at = head % ring.size
-    first = at + _HEADER
+    head = _next_position(head, most_bytes(size), ring.size)
+    start = head % ring.size
+    first = start + _HEADER
     end = _write_changes(before, now, ring, first) if back else first
-    if back == 0 or end - at > enough:
-        spare[:width] = now[:width]
+    if back == 0 or end - start > enough:
+        differences[:width] = now[:width]
         for j in range(width, size):
-            spare[j] = now[j] - now[j - width]
-        changes = end - first
-        end = _write_changes(zeros, spare, ring, first)
-        if back and end - first > changes:
+            differences[j] = now[j] - now[j - width]
+        num_changes = end - first
+        end = _write_changes(zeros, differences, ring, first)
+        if back and end - first > num_changes:
             end = _write_changes(before, now, ring, first)
         else:
             back = 0
     for j in range(_HEADER):
-        ring[at + j] = (end - first) >> (8 * j) & 255
-    return head << SHIFT | back, head + end - at
+        ring[start + j] = (end - first) >> (8 * j) & 255
+    return head << SHIFT | back, head + end - start
 
 
 @loop
 def _decode(ring: Any, word: int, width: int, frame: Any) -> None:
-    """Makes a frame `[8 C]` from the one before it, or of a keyframe from any."""
-    at, size, is_key = (word >> SHIFT) % ring.size, frame.size, word & BACK == 0
+    """Replaces the frame before, `[8 C]`, by the frame of an entry, given its first word.
+
+    If the frame of the entry is a keyframe, the frame before may be any.
+    """
+    begin, size, is_key = (word >> SHIFT) % ring.size, frame.size, word & BACK == 0
     if is_key:
         frame[:] = 0
-    end = min(at + _size_of(ring, at, most_bytes(size)), ring.size)
-    _apply_changes(ring, at + _HEADER, end, frame)
+    end = min(begin + _record_size(ring, begin, most_bytes(size)), ring.size)
+    _apply_changes(ring, begin + _HEADER, end, frame)
     for start in range(width, size if is_key else 0, width):
-        here = frame[start : start + width]
-        above = frame[start - width : start - width + len(here)]
-        for j in range(len(here)):
-            here[j] += above[j]
+        pixels = frame[start : start + width]
+        above = frame[start - width : start - width + len(pixels)]
+        for j in range(len(pixels)):
+            pixels[j] += above[j]
 
 
 @loop
-def _seek(store: Any, p: int, decoded: int, frame: Any) -> int:
-    """Makes a frame, that of entry `decoded` or, with -1, of none, that of entry p; returns p."""
-    entries, records, _, _, _, _, _, K, width = store
-    M = len(entries) // len(records)
+def _seek(members: Any, p: int, decoded: int, frame: Any) -> int:
+    """Decodes the frame of entry p and returns p; `frame` holds that of entry `decoded`, -1 for none."""
+    store = Store(*members)
+    M = len(store.entries) // len(store.records)
     lane = p // M
-    # Its keyframe, and all behind it.
-    q = max(p - min(entries[p, 0] & BACK, K - 1), lane * M)
-    if q <= decoded <= p:
-        q = decoded + 1
-    for each in range(q, p + 1):
-        _decode(records[lane], entries[each, 0], width, frame)
+    # Decode from the keyframe on, or from the next entry after the decoded one.
+    first = max(p - min(store.entries[p, 0] & BACK, store.keyframes - 1), lane * M)
+    if first <= decoded <= p:
+        first = decoded + 1
+    for q in range(first, p + 1):
+        _decode(store.records[lane], store.entries[q, 0], store.pixel_row, frame)
     return p
 
 
 @loop
-def end_of(store: Any, p: int) -> int:
-    """Returns the position behind the record of entry p."""
-    entries, records, _, _, _, _, C, _, _ = store
-    ring, position = records[p // (len(entries) // len(records))], entries[p, 0] >> SHIFT
-    return position + _size_of(ring, position % ring.size, most_bytes(8 * C))
+def end_of(members: Any, p: int) -> int:
+    """Returns the position at which the record of entry p ends."""
+    store = Store(*members)
+    ring = store.records[p // (len(store.entries) // len(store.records))]
+    position = store.entries[p, 0] >> SHIFT
+    return position + _record_size(ring, position % ring.size, most_bytes(8 * store.frame_words))
 
 
 # Reads
 
 
 @loop
-def gather(store: Any, at: Any, last: Any, out: Any) -> None:
-    """Copies whole rows `out` `[B, 2 S + ...]`, of entries `at`, what is next of entries `last`."""
-    entries, _, _, _, (F, O, _, _, R), k, C, _, _ = store
+def gather(members: Any, entry: Any, last: Any, out: Any) -> None:
+    """Copies rows `[B, 2 S + ...]` from entries `entry`, and their next values from entries `last`."""
+    store = Store(*members)
+    entries, k, C = store.entries, store.stack, store.frame_words
+    F, O, _, _, R = store.sizes
     older, W, root, newest = (k - 1) * F, entries.shape[1], 1 + R - C, out.shape[1] - O
-    now, decoded = np.empty((1, C), np.int64), -1
-    frame = now.view(np.uint8).reshape(-1)
-    for i in range(len(at)):
-        first = at[i] - (k - 1)
+    words, decoded = np.empty((1, C), np.int64), -1
+    frame = words.view(np.uint8).reshape(-1)
+    for i in range(len(entry)):
+        first = entry[i] - (k - 1)
         for j in range(k):
-            decoded = _seek(store, first + j, decoded, frame)
-            copy_words(out, i, j * F, now, 0, 0, F if j < k - 1 else C)
-        copy_words(out, i, older + C, entries, at[i], 1, root - 1)
+            decoded = _seek(members, first + j, decoded, frame)
+            copy_words(out, i, j * F, words, 0, 0, F if j < k - 1 else C)
+        copy_words(out, i, older + C, entries, entry[i], 1, root - 1)
         copy_words(out, i, older + R, entries, last[i], root, W - root)
         for j in range(k):
             q, start = last[i] + 1 - (k - 1) + j, newest - older + j * F
-            if j < k - 1 and first <= q <= at[i]:  # it is there already
+            if j < k - 1 and first <= q <= entry[i]:  # the row already contains this frame
                 copy_words(out, i, start, out, i, (q - first) * F, F)
             else:
-                decoded = _seek(store, q, decoded, frame)
-                copy_words(out, i, start, now, 0, 0, F if j < k - 1 else C)
+                decoded = _seek(members, q, decoded, frame)
+                copy_words(out, i, start, words, 0, 0, F if j < k - 1 else C)
         copy_words(out, i, newest + C, entries, last[i] + 1, 1, O - C)
 
 
 @loop
-def take(store: Any, at: Any, ahead: int, start: int, out: Any) -> None:
-    """Copies bytes from `start` on of the k frames up to each of `at + ahead`, `out` `[B, k, n]`."""
-    k, now, decoded = out.shape[1], np.empty(store[6], np.int64), -1
-    frame = now.view(np.uint8)
-    for i in range(len(at)):
+def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
+    """Copies bytes from `start` on of the k frames up to `entry + shift` `[B]` to `out` `[B, k, n]`."""
+    k, words, decoded = out.shape[1], np.empty(Store(*members).frame_words, np.int64), -1
+    frame = words.view(np.uint8)
+    for i in range(len(entry)):
         for j in range(k):
-            decoded = _seek(store, at[i] + ahead - (k - 1) + j, decoded, frame)
+            decoded = _seek(members, entry[i] + shift - (k - 1) + j, decoded, frame)
             values, copied = frame[start : start + out.shape[2]], out[i, j]
             for w in range(len(copied)):
                 copied[w] = values[w]
 
 
 @loop
-def check_observations(store: Any, c: Any, at: Any, found: Any) -> None:
-    """Finds the checksums of observations that the steps in entries `at` `[B]` need."""
-    entries, _, _, _, (_, O, _, _, _), k, C, _, _ = store
-    now, decoded, is_found = np.empty(C, np.int64), -1, np.zeros(len(entries), np.bool_)
-    frame = now.view(np.uint8)
-    for i in range(len(at)):
-        for q in range(at[i] - (k - 1), at[i] + 2):
-            if not is_found[q]:
-                decoded, is_found[q] = _seek(store, q, decoded, frame), True
-                found[q] = of_observation(now, entries, q, 1, 1 + O - C, c)
+def compute_observation_checksums(members: Any, c: Any, entry: Any, computed: Any) -> None:
+    """Computes the OBSERVATION checksums that steps need; see `kernels.checksums`."""
+    store = Store(*members)
+    k, C, size = (
+        store.stack,
+        store.frame_words,
+        1 + Sizes(*store.sizes).observation - store.frame_words,
+    )
+    words, decoded, has_checksum = np.empty(C, np.int64), -1, np.zeros(len(store.entries), np.bool_)
+    frame = words.view(np.uint8)
+    for i in range(len(entry)):
+        for q in range(entry[i] - (k - 1), entry[i] + 2):
+            if not has_checksum[q]:
+                decoded, has_checksum[q] = _seek(members, q, decoded, frame), True
+                computed[q] = observation_checksum(words, store.entries, q, 1, size, c)
 
 
 # Writes
 
 
 @loop
-def know_tips(index: Any, store: Any, generation: int, which: Any) -> None:
-    """Decodes what some lanes' streams `[L]` end with, where another process or a load has changed it."""
-    where, lanes, T = index[WHERE], index[LANES], index[STEPS]
-    entries, _, tips, known, (_, O, _, _, _), _, C, _, _ = store
-    S = tips.shape[1]
-    row = np.empty((1, 2 * S + entries.shape[1] - 1 - (O - C)), np.int64)
-    for m in range(len(which)):
-        e, cursor = which[m], lanes[which[m], CURSOR]
-        if known[e, _GENERATION] == generation and known[e, _CURSOR] == cursor:
+def update_tips(tables: Any, members: Any, generation: int, lanes: Any) -> None:
+    """Decodes the last observations of some lanes' streams that another process or a load has changed."""
+    index, store = Index(*tables), Store(*members)
+    S, states, T = store.tips.shape[1], store.tip_states, index.num_steps
+    num_step_words = (
+        store.entries.shape[1] - 1 - (Sizes(*store.sizes).observation - store.frame_words)
+    )
+    row = np.empty((1, 2 * S + num_step_words), np.int64)
+    for m in range(len(lanes)):
+        e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
+        if states[e, _GENERATION] == generation and states[e, _CURSOR] == cursor:
             continue
-        known[e, _GENERATION], known[e, _CURSOR], known[e, END] = generation, cursor, 0
+        states[e, _GENERATION], states[e, _CURSOR], states[e, END] = generation, cursor, 0
         if cursor > 0:
             newest = e * T + (cursor - 1) % T
-            at = where[newest : newest + 1]
-            gather(store, at, at, row)
-            copy_words(tips, e, 0, row, 0, row.shape[1] - S, S)
-            known[e, END] = end_of(store, at[0] + 1)
+            entry = index.where[newest : newest + 1]
+            gather(members, entry, entry, row)
+            copy_words(store.tips, e, 0, row, 0, row.shape[1] - S, S)
+            states[e, END] = end_of(members, entry[0] + 1)
 
 
 @loop
 def copy_in(
-    store: Any, which: Any, offsets: Any, block: Any, how: Any, at: Any, marked: Any
+    members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any, entry: Any, checksum_tables: Any
 ) -> None:
-    """Copies the rows of a block into their entries, and marks the observations of these in a file."""
-    entries, records, tips, known, (F, O, _, _, _), k, C, K, width = store
-    M, W, rest = len(entries) // len(records), entries.shape[1], O - C
-    older, last, (marks, c) = (k - 1) * F, block.shape[1] - O, marked
+    """Copies the rows of a block into their entries, in a file with checksums of the observations."""
+    store = Store(*members)
+    entries, (F, O), width = store.entries, store.sizes[:2], store.pixel_row
+    k, C, K = store.stack, store.frame_words, store.keyframes
+    M, W, rest = len(entries) // len(store.records), entries.shape[1], O - C
+    older, last, (checksums, c) = (k - 1) * F, words.shape[1] - O, checksum_tables
     frames = np.zeros((4, C), np.int64)
     now, as_bytes = frames[1:2], frames.view(np.uint8)
-    for m in range(len(which)):
-        e = which[m]
-        end = known[e, END]
-        copy_words(frames, 0, 0, tips, e, older, C)
+    for m in range(len(lanes)):
+        e = lanes[m]
+        end = store.tip_states[e, END]
+        copy_words(frames, 0, 0, store.tips, e, older, C)
         for i in range(offsets[m], offsets[m + 1]):
-            p = at[i]
-            for q in range(p - (k - 1) if how[i] != SHARED else p + 1, p + 2):
-                # Of an older frame nothing else is known: there is what changes least.
+            p = entry[i]
+            for q in range(p + 1 if kinds[i] == SHARED else p - (k - 1), p + 2):
+                # A row holds only F words of an older frame. The other words of the newest frame fill
+                # the rest, because they change least.
                 start = last if q > p else older
-                copy_words(now, 0, 0, block, i, start, C)
+                copy_words(now, 0, 0, words, i, start, C)
                 if q < p:
-                    copy_words(now, 0, 0, block, i, (q - p + k - 1) * F, F)
+                    copy_words(now, 0, 0, words, i, (q - p + k - 1) * F, F)
                 else:
-                    copy_words(entries, q, 1, block, i, start + C, rest)
+                    copy_words(entries, q, 1, words, i, start + C, rest)
                 back = (entries[q - 1, 0] & BACK) + 1 if q % M else K
                 back = back if back < K else 0
-                # As many bytes as its keyframe has.
-                enough = end_of(store, q - back) - (entries[q - back, 0] >> SHIFT) if back else 0
-                entries[q, 0], end = _encode(records[e], end, back, enough, width, as_bytes)
-                if len(marks):
-                    marks[q, NUMBER] = marks[q, OF_STEP] = 0
-                    marks[q, OF_OBSERVATION] = of_observation(now[0], entries, q, 1, 1 + rest, c)
+                # A record is never compared with a keyframe if it is no larger than the last keyframe.
+                enough = end_of(members, q - back) - (entries[q - back, 0] >> SHIFT) if back else 0
+                entries[q, 0], end = _encode(store.records[e], end, back, enough, width, as_bytes)
+                if len(checksums):
+                    checksums[q, NUMBER] = checksums[q, STEP] = 0
+                    checksums[q, OBSERVATION] = observation_checksum(
+                        now[0], entries, q, 1, 1 + rest, c
+                    )
                 copy_words(frames, 0, 0, now, 0, 0, C)
-            copy_words(entries, p, 1 + rest, block, i, older + O, W - 1 - rest)
+            copy_words(entries, p, 1 + rest, words, i, older + O, W - 1 - rest)
 
 
 @loop
-def compare_with_tips(
-    index: Any, store: Any, which: Any, offsets: Any, block: Any, how: Any
+def compare_block(
+    tables: Any, members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
 ) -> None:
-    """Compares the observations of a block with tips that are known; see `kernels.entries.compare`."""
-    (_, _, first, end, _), tips, at = store[4], store[2], which.copy()
-    for m in range(len(which)):
-        if index[LANES][which[m], CURSOR] == 0:
-            at[m] = -1
-    # As if all that is seen lay in one entry.
-    S = tips.shape[1]
-    compare(tips, (S, S, first, end, S), 1, at, offsets, block, how)
+    """Compares the observations of a block with the tips, which are up to date; see `kernels.entries`."""
+    store = Store(*members)
+    compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, kinds)
 
 
 @loop
 def put(
-    index: Any, store: Any, rows: Any, cuts_gaps: bool, stops_at_gaps: bool, slots: Any, marked: Any
+    tables: Any,
+    members: Any,
+    lanes: Any,
+    offsets: Any,
+    words: Any,
+    done: Any,
+    cut: Any,
+    cuts_gaps: bool,
+    stops_at_gaps: bool,
+    slots: Any,
+    checksum_tables: Any,
 ) -> int:
-    """Writes a block of lanes whose tips are known; see `kernels.entries.put`."""
-    which, offsets, block, done, cut = rows
-    entries, _, tips, known, (_, O, _, _, _), k, C, _, _ = store
-    how, (at, numbers) = np.empty(len(block), np.uint8), np.empty((2, len(block)), np.int64)
-    compare_with_tips(index, store, which, offsets, block, how)
-    gaps = 0
-    if cuts_gaps or stops_at_gaps:
-        gaps = find_gaps(index, which, offsets, how, done, cut, not stops_at_gaps)
+    """Writes a block to lanes whose tips are up to date; see `kernels.entries.put`."""
+    index, store = Index(*tables), Store(*members)
+    kinds, (entry, numbers) = np.empty(len(words), np.uint8), np.empty((2, len(words)), np.int64)
+    compare_block(tables, members, lanes, offsets, words, kinds)
+    gaps = find_gaps(tables, lanes, offsets, kinds, done, cut, cuts_gaps, stops_at_gaps)
     if gaps and stops_at_gaps:
         return gaps
-    make_room(index, which, offsets, how, at)
-    enter(index, which, offsets, how, at, done, cut, slots, numbers)
-    copy_in(store, which, offsets, block, how, at, marked)
-    if len(marked[0]):
-        mark_steps(entries, 1 + O - C, k, marked, at, numbers)
-    publish(index, which, offsets)
-    S = tips.shape[1]
-    for m in range(len(which)):
-        e, i = which[m], offsets[m + 1] - 1
+    make_room(tables, lanes, offsets, kinds, entry)
+    enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
+    copy_in(members, lanes, offsets, words, kinds, entry, checksum_tables)
+    if len(checksum_tables[0]):
+        size = 1 + Sizes(*store.sizes).observation - store.frame_words
+        write_step_checksums(store.entries, size, store.stack, checksum_tables, entry, numbers)
+    publish(tables, lanes, offsets)
+    S, states = store.tips.shape[1], store.tip_states
+    for m in range(len(lanes)):
+        e, i = lanes[m], offsets[m + 1] - 1
         if i >= offsets[m]:
-            copy_words(tips, e, 0, block, i, block.shape[1] - S, S)
-            known[e, _CURSOR], known[e, END] = index[LANES][e, CURSOR], end_of(store, at[i] + 1)
+            copy_words(store.tips, e, 0, words, i, words.shape[1] - S, S)
+            states[e, _CURSOR], states[e, END] = (
+                index.lanes[e, CURSOR],
+                end_of(members, entry[i] + 1),
+            )
     return gaps
 
 
-# What is saved
+# Saved records
 
 
 @loop
-def are_records(words: Any, position: int, taken: Any, K: int, C: int) -> bool:
-    """Returns whether bytes `taken`, the first of which has a `position`, hold the records of entries.
+def are_records(words: Any, position: int, saved: Any, K: int, C: int) -> bool:
+    """Returns whether saved bytes hold the records of all entries.
 
     Args:
-        words: `[n]` of consecutive entries, the first of which is a keyframe.
-        position: of the first byte.
-        taken: uint8.
-        K: as above.
-        C: as above.
+        words: `[n]` the first words of consecutive entries, which begin with a keyframe.
+        position: of the first saved byte.
+        saved: uint8.
+        K: interval of keyframes.
+        C: words of a frame.
     """
     most = most_bytes(8 * C)
     for i in range(len(words)):
-        back, at = words[i] & BACK, (words[i] >> SHIFT) - position
+        back, start = words[i] & BACK, (words[i] >> SHIFT) - position
         follows = i > 0 and back == (words[i - 1] & BACK) + 1 and back < K
-        if not (back == 0 or follows) or at < 0 or at + _HEADER > len(taken):
+        if not (back == 0 or follows) or start < 0 or start + _HEADER > len(saved):
             return False
-        if at + _size_of(taken, at, most) > len(taken):
+        if start + _record_size(saved, start, most) > len(saved):
             return False
     return True
 
 
 @loop
-def move_in(store: Any, first: int, num: int, position: int, taken: Any) -> None:
-    """Copies the records of a lane's first entries into its ring; see `are_records`."""
-    entries, records, _, _, _, _, C, _, _ = store
-    ring = records[first // (len(entries) // len(records))]
-    most, head = most_bytes(8 * C), 0
+def move_in(members: Any, first: int, num: int, position: int, saved: Any) -> None:
+    """Copies the saved records of a lane's first `num` entries into its ring; see `are_records`."""
+    store = Store(*members)
+    ring = store.records[first // (len(store.entries) // len(store.records))]
+    most, head = most_bytes(8 * store.frame_words), 0
     for q in range(first, first + num):
-        at = (entries[q, 0] >> SHIFT) - position
-        size = _size_of(taken, at, most)
-        head = _place_of(head, most, len(ring))
-        start = head % len(ring)
-        ring[start : start + size] = taken[at : at + size]
-        entries[q, 0] = head << SHIFT | entries[q, 0] & BACK
+        start = (store.entries[q, 0] >> SHIFT) - position
+        size = _record_size(saved, start, most)
+        head = _next_position(head, most, len(ring))
+        begin = head % len(ring)
+        ring[begin : begin + size] = saved[start : start + size]
+        store.entries[q, 0] = head << SHIFT | store.entries[q, 0] & BACK
         head += size

@@ -1,11 +1,11 @@
-"""Raw priorities of rows, their weights (p + eps)^alpha, and the tree by which rows are drawn.
+"""Raw priorities of rows, their weights (p + eps)^alpha, and the tree from which rows are drawn.
 
-A raw priority is finite and above 0; whatever else a column holds says that none was set.
+A raw priority is finite and above 0. Any other value in a column means that no priority was set.
 
-The tree is an 8-ary one of sums, or of least weights, over the slots of lanes. A node is joined from its
-eight children, always in float64 and in the same order, so that nothing drifts and equal weights make
-equal trees. `starts` `[depth + 2]` says where its levels begin in the table, the root's first and that of
-the leaves last; the last number is the size of the table.
+The tree is 8-ary, over the slots of all lanes, and holds sums of weights or least weights. A node is
+always computed from its eight children, in float64 and in the same order. Therefore sums do not drift,
+and equal weights make equal trees. Level l of the table begins at `starts[l]`, the root is level 0, the
+leaves are the last level, and the last number of `starts` `[depth + 2]` is the size of the table.
 
 Letters: B batch, E lanes, T leaves a lane, R ranges of leaves.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_storages.kernels import CURSOR, LANES, PRIORITIES, STEPS, TAIL
+from trl_storages.kernels import CURSOR, TAIL, Index
 from trl_storages.kernels.compile import inlined, loop, prefetch
 from trl_storages.kernels.draws import lane_of
 
@@ -27,32 +27,34 @@ __all__ = [
     "least_within",
     "level_starts",
     "newest_ranges",
-    "report",
     "set_leaves",
-    "weigh",
+    "set_priorities",
+    "set_weights",
 ]
 
 FAN_OUT = 8
 _INFINITY = np.inf
-# What a priority of 0 is stored as.
+# A priority of 0 is stored as this one.
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
 @loop
-def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> Any:
-    """Sets raw priorities of those rows that are still what they were.
+def set_priorities(tables: Any, slots: Any, steps: Any, priorities: Any, changed: Any) -> Any:
+    """Sets raw priorities of rows that were not overwritten since they were drawn.
 
     Args:
-        index: as in `kernels`.
-        slots: `[B]`; -1 is skipped. Of equal ones the last counts.
-        steps: `[B]` which steps of their lanes the rows were.
+        tables: of the index, see `kernels.Index`.
+        slots: `[B]`; -1 is skipped. If a slot occurs several times, the last priority counts.
+        steps: `[B]` the step of each row in its lane when the row was drawn.
         priorities: `[B]`, finite and at least 0.
-        kept: the result, `[B]`: the slots that were set, in order.
+        changed: `[B]`, the result: the slots whose priorities were set, in order.
 
     Returns:
-        how many were set, -1 if there is no such slot, where nothing is done; and the largest of them.
+        the number of slots in `changed`, or -1 if a slot is out of range, in which case no priority is
+        set; and the largest priority that was set.
     """
-    lanes, T, column = index[LANES], index[STEPS], index[PRIORITIES]
+    index = Index(*tables)
+    lanes, T, column = index.lanes, index.num_steps, index.priorities
     E, count, largest = len(lanes), 0, 0.0
     for i in range(len(slots)):
         if not -1 <= slots[i] < E * T:
@@ -63,7 +65,7 @@ def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> An
         if slot >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
             column[slot] = raw = max(np.float64(priorities[i]), _LEAST)
             largest = max(largest, raw)
-            kept[count] = slot
+            changed[count] = slot
             count += 1
     return count, largest
 
@@ -71,10 +73,10 @@ def report(index: Any, slots: Any, steps: Any, priorities: Any, kept: Any) -> An
 @loop
 def are_priorities(raw: Any) -> bool:
     """Returns whether numbers are finite and at least 0."""
-    found = True
+    is_valid = True
     for i in range(len(raw)):
-        found &= 0 <= raw[i] < _INFINITY
-    return found
+        is_valid &= 0 <= raw[i] < _INFINITY
+    return is_valid
 
 
 def level_starts(num_leaves: int) -> np.ndarray:
@@ -86,7 +88,7 @@ def level_starts(num_leaves: int) -> np.ndarray:
     sizes = [-(-num_leaves // FAN_OUT) * FAN_OUT]
     while sizes[-1] > FAN_OUT:
         sizes.append(-(-sizes[-1] // FAN_OUT // FAN_OUT) * FAN_OUT)
-    # The root takes a cache line too, so that children never straddle two.
+    # The root takes a whole cache line, so that eight children never straddle two cache lines.
     return np.cumsum([0, FAN_OUT, *sizes[::-1]])
 
 
@@ -96,20 +98,20 @@ def every_leaf(starts: np.ndarray) -> np.ndarray:
 
 
 @inlined
-def _child_at(sums: Any, first: int, rest: float) -> Any:
-    """Finds the last of eight children of positive weight that begins at or below `rest`.
+def _find_child(sums: Any, first: int, rest: float) -> Any:
+    """Finds the last of eight children of positive weight whose mass begins at or below `rest`.
 
     Returns:
-        its place among the eight, and where it begins.
+        the position of the child among the eight, and the mass at which it begins.
     """
-    # Without branches, as none could be predicted.
+    # The loop has no branches, because the processor could not predict them.
     chosen, begins, ends = 0, 0.0, 0.0
     for j in range(FAN_OUT):
         ends += sums[first + j]
         is_before = ends <= rest
         chosen += is_before
         begins = ends if is_before else begins
-    if chosen == FAN_OUT:  # rounding has left a mass beyond the last child
+    if chosen == FAN_OUT:  # due to rounding `rest` lies beyond the last child
         chosen, ends = 0, 0.0
         for j in range(FAN_OUT):
             if ends + sums[first + j] > ends:
@@ -119,14 +121,14 @@ def _child_at(sums: Any, first: int, rest: float) -> Any:
 
 
 @inlined
-def _joined(nodes: Any, first: int, is_least: bool) -> float:
-    """Returns the least of eight children, or their sum."""
+def _join(nodes: Any, first: int, is_least: bool) -> float:
+    """Returns the least of eight children if `is_least`, else their sum."""
     if is_least:
         least = nodes[first]
         for j in range(1, FAN_OUT):
             least = min(least, nodes[first + j])
         return least
-    # By halves: 0 and 4, 1 and 5, and so on; then these sums likewise.
+    # By halves: 0 and 4, 1 and 5, 2 and 6, 3 and 7; then these four sums, then the last two.
     even = (nodes[first] + nodes[first + 4]) + (nodes[first + 2] + nodes[first + 6])
     odd = (nodes[first + 1] + nodes[first + 5]) + (nodes[first + 3] + nodes[first + 7])
     return even + odd
@@ -134,9 +136,9 @@ def _joined(nodes: Any, first: int, is_least: bool) -> float:
 
 @loop
 def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: Any) -> None:
-    """Sets the weights `[B]` of `leaves` `[B]`, and joins what is above them.
+    """Sets the weights `[B]` of `leaves` `[B]`, and recomputes the nodes above them.
 
-    Of equal leaves the last one counts. A tree of least weights ignores leaves of weight 0.
+    If a leaf occurs several times, its last weight counts. A tree of least weights ignores weights of 0.
     """
     depth, changed = len(starts) - 2, np.empty(len(leaves), np.int64)
     for i in range(len(leaves)):
@@ -144,56 +146,57 @@ def set_leaves(nodes: Any, starts: Any, is_least: bool, leaves: Any, weights: An
         nodes[starts[depth] + leaves[i]] = weight if weight > 0 or not is_least else _INFINITY
         changed[i] = leaves[i]
     for level in range(depth, 0, -1):
-        # All of a small level cost less than one node for each leaf.
+        # In a small level to recompute all nodes is cheaper than one node for each leaf.
         if starts[level + 1] - starts[level] <= len(leaves) * FAN_OUT:
             for node in range((starts[level + 1] - starts[level]) // FAN_OUT):
                 children = starts[level] + node * FAN_OUT
-                nodes[starts[level - 1] + node] = _joined(nodes, children, is_least)
+                nodes[starts[level - 1] + node] = _join(nodes, children, is_least)
         else:
             for i in range(len(leaves)):
                 changed[i] >>= 3
                 children = starts[level] + changed[i] * FAN_OUT
-                nodes[starts[level - 1] + changed[i]] = _joined(nodes, children, is_least)
+                nodes[starts[level - 1] + changed[i]] = _join(nodes, children, is_least)
 
 
 @loop
-def weigh(
+def set_weights(
     column: Any,
-    known: Any,
+    last_raw: Any,
     sums: Any,
     starts: Any,
     slots: Any,
-    otherwise: float,
+    default: float,
     alpha: float,
     eps: float,
-    sets: bool,
+    can_set: bool,
 ) -> None:
-    """Sets the weights of rows `[B]`, and keeps as `known` `[N]` the raw priorities they are of.
+    """Sets the weights of rows `[B]`, and copies the raw priorities in `column` `[E T]` to `last_raw`.
 
-    The weight of a row without one is of `otherwise`; `sets` says whether this becomes its raw priority.
+    A row without a raw priority gets the weight of `default`. If `can_set`, `default` also becomes its
+    raw priority.
     """
     weights = np.empty(len(slots))
     for i in range(len(slots)):
-        known[slots[i]] = raw = np.float64(column[slots[i]])
+        last_raw[slots[i]] = raw = np.float64(column[slots[i]])
         if not 0 < raw < _INFINITY:
-            raw = otherwise
-            if sets:
-                column[slots[i]] = known[slots[i]] = raw
+            raw = default
+            if can_set:
+                column[slots[i]] = last_raw[slots[i]] = raw
         weights[i] = (raw + eps) ** alpha
     set_leaves(sums, starts, False, slots, weights)
 
 
 @loop
 def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
-    """Writes the leaves of the newest `window` steps of each lane, `[2, 2 E]`: firsts and ends.
+    """Writes the leaf ranges of the newest `window` steps of each lane.
 
-    Those that have given way are among them, and have no weight.
+    The ranges include evicted steps, whose weight is 0.
 
     Args:
-        lanes: `[E, 2]` cursors and tails as the tree knows them.
-        T: the steps of each.
-        window: at most T.
-        ranges: the result.
+        lanes: `[E, 2]` cursors and tails as of the last update of the tree.
+        T: steps a lane.
+        window: number of steps, at most T.
+        ranges: `[2, 2 E]`, the result: first leaves and ends.
     """
     for e in range(len(lanes)):
         cursor = lanes[e, CURSOR]
@@ -206,33 +209,33 @@ def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
 
 @loop
 def _cover(starts: Any, ranges: Any) -> Any:
-    """Returns the largest nodes that lie wholly within some ranges, at most 14 a level and range.
+    """Returns the largest nodes that lie within some ranges, at most 14 for each level and range.
 
     Args:
         starts: where the levels of the table begin.
-        ranges: `[2, R]` disjoint ranges of leaves, firsts and ends.
+        ranges: `[2, R]` disjoint ranges of leaves: first leaves and ends.
 
     Returns:
-        `[2, n]` their levels, 0 of the root, and their numbers there; in the order of their leaves, so
-        that the same weights elsewhere are drawn alike.
+        `[2, n]` the levels of the nodes, and their numbers within the level. Nodes are in the order of
+        their leaves, so that equal sequences of weights are drawn alike wherever they lie in the tree.
     """
     depth, R, n = len(starts) - 2, ranges.shape[1], 0
     nodes = np.empty((2, 2 * FAN_OUT * depth * R), np.int64)
-    ending = np.empty((2, FAN_OUT * depth), np.int64)
+    right_nodes = np.empty((2, FAN_OUT * depth), np.int64)
     for r in range(R):
-        left, right, level, num_ending = ranges[0, r], ranges[1, r], depth, 0
+        left, right, level, num_right = ranges[0, r], ranges[1, r], depth, 0
         while left < right:
-            # Up to where eight neighbours are one node of the level above.
+            # Take single nodes until eight neighbours are one node of the level above.
             while left < right and left % FAN_OUT:
                 nodes[0, n], nodes[1, n] = level, left
                 left, n = left + 1, n + 1
             while left < right and right % FAN_OUT:
                 right -= 1
-                ending[0, num_ending], ending[1, num_ending] = level, right
-                num_ending += 1
+                right_nodes[0, num_right], right_nodes[1, num_right] = level, right
+                num_right += 1
             left, right, level = left // FAN_OUT, right // FAN_OUT, level - 1
-        for j in range(num_ending - 1, -1, -1):
-            nodes[:, n] = ending[:, j]
+        for j in range(num_right - 1, -1, -1):
+            nodes[:, n] = right_nodes[:, j]
             n += 1
     return nodes[:, :n]
 
@@ -241,19 +244,19 @@ def _cover(starts: Any, ranges: Any) -> Any:
 def draw_leaves(
     sums: Any, starts: Any, ranges: Any, noise: Any, leaves: Any, weights: Any
 ) -> float:
-    """Draws `leaves` `[B]` in proportion to their weights, and returns these and their total.
+    """Draws leaves in proportion to their weights, and returns the total weight of the ranges.
 
-    Goes level by level over the batch, so that the reads of a level do not wait for one another. At each
-    node it takes the last child of positive weight that begins at or below what is left of the mass: so
-    whatever is rounded on the way, the weight of a leaf is positive, and a draw never leaves its ranges.
+    The loop descends level by level with the whole batch, so that the reads of a level overlap. At each
+    node it takes the last child of positive weight that begins at or below the remaining mass. Therefore
+    the weight of a drawn leaf is positive and the leaf lies within the ranges, despite rounding.
 
     Args:
         sums: the table of the tree.
-        starts: where its levels begin.
-        ranges: `[2, R]` disjoint ranges to draw within.
+        starts: where the levels of the table begin.
+        ranges: `[2, R]` disjoint ranges of leaves to draw from.
         noise: `[B]` random numbers of 63 bits.
-        leaves: the result.
-        weights: the result, `[B]` float64.
+        leaves: `[B]` int64, the result.
+        weights: `[B]` float64, the result: the weights of the leaves.
     """
     nodes, depth, batch = _cover(starts, ranges), len(starts) - 2, len(noise)
     ends, total, highest = np.empty(nodes.shape[1]), 0.0, 0
@@ -262,7 +265,7 @@ def draw_leaves(
         if ends[n] > total:
             highest = n
         total = ends[n]
-    # The level of the node in which each draw is, and what is left of its mass there.
+    # By draw: the level of its node, and its remaining mass there.
     levels, rest = np.empty(batch, np.int64), weights
     for i in range(batch):
         rest[i] = (noise[i] >> 10) * 2.0**-53 * total  # uniform in [0, total)
@@ -273,7 +276,7 @@ def draw_leaves(
         for i in range(batch):
             if levels[i] < level:
                 first = starts[level] + leaves[i] * FAN_OUT
-                chosen, begins = _child_at(sums, first, rest[i])
+                chosen, begins = _find_child(sums, first, rest[i])
                 rest[i] -= begins
                 leaves[i] = leaves[i] * FAN_OUT + chosen
                 if level < depth:

@@ -336,7 +336,7 @@ class Priorities:
         if not len(slots):
             return
         options = self.of_new, self.alpha, self.eps, self.can_set
-        priority_tree.weigh(self.raw, self._last_raw, self.sums, self.starts, slots, *options)
+        priority_tree.set_weights(self.raw, self._last_raw, self.sums, self.starts, slots, *options)
         self._set_minima(slots)
         if self.can_set:
             self.index.num_updates[0] += 1
@@ -362,7 +362,9 @@ class Priorities:
         output = np.empty(len(slots), np.int64)
         # The index counts the update before the tree does, so that an interrupted update is repeated.
         self.index.num_updates[0] += 1
-        size, largest = priority_tree.report(self.index.tables, slots, steps, priority, output)
+        size, largest = priority_tree.set_priorities(
+            self.index.tables, slots, steps, priority, output
+        )
         if size < 0:
             self.index.num_updates[0] -= 1
             capacity = self.index.capacity

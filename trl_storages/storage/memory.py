@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trl_storages.entries.arena import GIVES_BACK, Arena
+from trl_storages.entries.arena import CAN_RELEASE, Arena
 from trl_storages.entries.device import DeviceEntries
 from trl_storages.entries.frames import host_entries
 from trl_storages.entries.host import HostEntries, arena_sizes
@@ -71,7 +71,7 @@ class Memory:
         self.layout, self._is_shared = layout, arena is not None
         k, depth = (1, 1) if layout is None else (layout.frames, layout.depth)
         is_on_host = device.type in HOSTS
-        if max_entries is None and not (is_on_host and GIVES_BACK):
+        if max_entries is None and not (is_on_host and CAN_RELEASE):
             # The memory of evicted entries is not freed here.
             steps = max_size // max(num_envs, 1)
             most = max(steps // 8, 24)
@@ -89,7 +89,7 @@ class Memory:
         """Copies the transitions to memory that other processes share, and returns it."""
         layout: Any = self.layout
         arena = Arena.shared(**arena_sizes(layout, self.index))
-        arena.take(self._arena.arrays)
+        arena.copy_from(self._arena.arrays)
         return Memory(*self._arguments, arena)
 
     def __reduce__(self) -> tuple[Any, ...]:

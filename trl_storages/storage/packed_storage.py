@@ -333,8 +333,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     def _slots_of(self, block: Block) -> np.ndarray:
         """Returns the slots of the block that was written last."""
         index, counts = self.episodes, np.diff(block.offsets)
-        lane = block.which.repeat(counts)
-        first = index.cursors[block.which] - block.offsets[1:]
+        lane = block.lanes.repeat(counts)
+        first = index.cursors[block.lanes] - block.offsets[1:]
         step = first.repeat(counts) + np.arange(len(lane))
         return np.where(step < index.tails[lane], -1, index.slots_of(lane, step))
 

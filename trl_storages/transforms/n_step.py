@@ -197,7 +197,7 @@ def _discounted_sums(
             rewards = rewards.double()
         flat = rewards.contiguous().numpy().reshape(*rewards.shape[:2], -1)
         output = np.empty(flat.shape[1:], flat.dtype)
-        draws.fold(flat, lengths.numpy(), _discounts(len(flat), discount), output)
+        draws.sum_windows(flat, lengths.numpy(), _discounts(len(flat), discount), output)
         returns = torch.from_numpy(output).view(rewards.shape[1:])
         return returns if returns.dtype is dtype else returns.to(dtype)
     values = rewards.reshape(*rewards.shape[:2], -1)

@@ -48,7 +48,7 @@ class LaneNotes:
         """Moves the notes to memory that other processes share."""
         self._notes[:, 2] = os.getpid()
         self._shared = Arena.shared({"notes": (np.int64, self._table.shape)})
-        self._shared.take({"notes": self._table})
+        self._shared.copy_from({"notes": self._table})
         self._use(self._shared.arrays["notes"])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class Recorder:
         repeats the observation if the new episode begins with that same observation.
         """
         has_ended, last = self._has_ended, self._last_observations
-        _, _, begin, end, _ = staged.layout.sizes
+        begin, end = staged.layout.sizes.first, staged.layout.sizes.end
         if last is None or not has_ended.any():
             return has_ended, has_ended
         # As for consecutive transitions, recurrent states and similar fields are not compared.

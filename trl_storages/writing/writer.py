@@ -296,7 +296,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             ValueError: a stack does not continue with the next frame, or an observation that shares
                 memory with its next observation was changed after the last step. Nothing is written then.
         """
-        storage, notes, lanes, offsets = self._storage, self._notes, block.which, block.offsets
+        storage, notes, lanes, offsets = self._storage, self._notes, block.lanes, block.offsets
         layout.check_stacks(block.words)
         if storage.layout is None:
             storage.allocate(layout)
@@ -337,10 +337,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         """
         storage, first = self._storage, block.offsets[:-1]
         index, cut = storage.episodes, torch.as_tensor(block.cut).cpu().numpy()
-        continues = index.is_open[block.which] & ~cut[first]
+        continues = index.is_open[block.lanes] & ~cut[first]
         if not aliased_keys or not continues.any():
             return
-        newest = torch.from_numpy(index.newest_slots()[block.which[continues]])
+        newest = torch.from_numpy(index.newest_slots()[block.lanes[continues]])
         views = layout.views(torch.as_tensor(block.words)[first[continues]])
         for key in aliased_keys:
             stored = storage.entries.take(
