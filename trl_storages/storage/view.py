@@ -5,6 +5,7 @@ Letters: B batch, E lanes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,13 +50,15 @@ class StorageView:
         self.layout: Layout = backend.layout  # type: ignore[assignment]
         self.entries: HostEntries | DeviceEntries = backend.entries  # type: ignore[assignment]
         self.is_exclusive: bool = cursors is None
+        #: Returns the numbers of the entries of transitions in slots `[*B]`, which are read next.
+        self.locate: Callable[[torch.Tensor], np.ndarray | torch.Tensor] = self._note_and_locate
+        if cursors is None and self.entries is not None:
+            self.locate = self.entries.entries_of
         self._cursors: Any = cursors
         self._slots_read: list[torch.Tensor] = []
 
-    def locate(self, slots: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Returns the numbers of the entries of transitions in slots `[*B]`, which are read next."""
-        if self._cursors is not None:
-            self._slots_read.append(slots)
+    def _note_and_locate(self, slots: torch.Tensor) -> np.ndarray | torch.Tensor:
+        self._slots_read.append(slots)
         return self.entries.entries_of(slots)
 
     def read(self, slots: torch.Tensor, mask: torch.Tensor | None = None) -> TensorDict:
