@@ -262,7 +262,7 @@ class Machine(RuleBasedStateMachine):
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            entries.enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
+            entries.enter(tables, lanes, offsets, entry, (done, cut), slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)

@@ -76,12 +76,12 @@ class DeviceEntries:
         kinds, done, cut, last = self._compare(block)
         words = sent(words, self.device)
         entry, slots, numbers = np.empty((3, num_rows), np.int64)
-        flags = done, cut, cuts_gaps, stops_at_gaps
-        gaps = entries.find_gaps(tables, lanes, offsets, kinds, *flags)
+        ends, flags = (done, cut), (cuts_gaps, stops_at_gaps)
+        gaps = entries.find_gaps(tables, lanes, offsets, kinds, ends, flags)
         if gaps and stops_at_gaps:
             return slots, gaps
         entries.make_room(tables, lanes, offsets, kinds, entry)
-        entries.enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
+        entries.enter(tables, lanes, offsets, entry, ends, slots, numbers)
         self._copy_in(words, sent(entry, self.device))
         entries.publish(tables, lanes, offsets)
         self._set_tips(lanes[offsets[1:] > offsets[:-1]], last)
@@ -90,8 +90,8 @@ class DeviceEntries:
     def count_gaps(self, block: Block) -> int:
         """Returns the number of gaps of a block of any length."""
         kinds, done, cut, _ = self._compare(block)
-        flags = done, cut, True, True
-        return entries.find_gaps(self._index.tables, block.lanes, block.offsets, kinds, *flags)
+        tables, ends = self._index.tables, (done, cut)
+        return entries.find_gaps(tables, block.lanes, block.offsets, kinds, ends, (True, True))
 
     def _compare(self, block: Block) -> tuple[np.ndarray, ...]:
         """Compares the rows of a block with the observations before them in their streams.
@@ -104,9 +104,8 @@ class DeviceEntries:
         if isinstance(block.words, torch.Tensor):
             return self._compare_on_device(block)
         layout, (lanes, offsets, words, done, cut) = self._layout, block
-        kinds, tables = np.empty(len(words), np.uint8), self._index.tables
-        sizes = tuple(layout.sizes)
-        entries.compare_with_tips(tables, self._tips, sizes, lanes, offsets, words, kinds)
+        kinds, tips = np.empty(len(words), np.uint8), (self._tips, tuple(layout.sizes))
+        entries.compare_with_tips(self._index.tables, *tips, lanes, offsets, words, kinds)
         last = offsets[1:][offsets[1:] > offsets[:-1]] - 1
         return kinds, done, cut, words[last, layout.next_word :]
 

@@ -117,9 +117,9 @@ class HostEntries:
         if self._arena.is_reserved:
             self._reserve(int(np.diff(block.offsets).max()))
         slots = np.empty(num_rows, np.int64)
-        store = self._index.tables, self.store
-        results = slots, self.checksum_tables
-        gaps = int(self._loops.put(*store, *block, cuts_gaps, stops_at_gaps, *results))
+        flags, sums = (cuts_gaps, stops_at_gaps), self.checksum_tables
+        tables = self._index.tables
+        gaps = int(self._loops.put(tables, self.store, (*block,), flags, slots, sums))
         if gaps and stops_at_gaps:
             return slots, gaps
         self._num_written += num_rows
@@ -132,7 +132,7 @@ class HostEntries:
         lanes, offsets, words, done, cut = block
         tables, kinds = self._index.tables, np.empty(len(words), np.uint8)
         self._loops.compare_block(tables, self.store, lanes, offsets, words, kinds)
-        return int(entries.find_gaps(tables, lanes, offsets, kinds, done, cut, True, True))
+        return int(entries.find_gaps(tables, lanes, offsets, kinds, (done, cut), (True, True)))
 
     def _reserve(self, num_rows: int) -> None:
         """Reserves room on the disk for a write of `num_rows` a lane, and for later writes."""
@@ -218,9 +218,8 @@ class HostEntries:
     def _observation_checksums(self, entry: np.ndarray) -> np.ndarray:
         """Computes the checksums of the observations that the steps in entries `[B]` need, `[E M]`."""
         computed = np.empty(len(self.entries), np.int64)
-        checksums.compute_observation_checksums(
-            self.entries, *self._step_sizes, self.checksum_tables[1], entry, computed
-        )
+        arguments = *self._step_sizes, self.checksum_tables[1], entry, computed
+        checksums.compute_observation_checksums(self.entries, *arguments)
         return computed
 
     def write_all_checksums(self) -> None:
@@ -231,16 +230,14 @@ class HostEntries:
         self.checksums[needed] = 0
         self.checksums[needed, checksums.OBSERVATION] = self._observation_checksums(entry)[needed]
         numbers = checksums.step_numbers(self._index.tables, slots, steps)
-        checksums.write_step_checksums(
-            self.entries, *self._step_sizes, self.checksum_tables, entry, numbers
-        )
+        arguments = *self._step_sizes, self.checksum_tables, entry, numbers
+        checksums.write_step_checksums(self.entries, *arguments)
 
     def are_intact(self, entry: np.ndarray) -> np.ndarray:
         """Returns whether the steps in entries `[B]` of a file are intact, with their observations."""
         intact, computed = np.empty(len(entry), bool), self._observation_checksums(entry)
-        checksums.are_intact(
-            self.entries, *self._step_sizes, self.checksum_tables, entry, computed, intact
-        )
+        arguments = *self._step_sizes, self.checksum_tables, entry, computed, intact
+        checksums.are_intact(self.entries, *arguments)
         return intact
 
     def entries_of(self, slots: torch.Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ The checksum of words x_w is
 modulo 2^64, with odd multipliers c and `finish` the last steps of splitmix64. Without f, changes of the
 uppermost bits of two words would cancel out.
 
-Loops receive `checksum_tables`, the pair of the checksums `[E M, 3]` and the multipliers c. `size` is the
+Loops receive `sums`, the pair of the checksums `[E M, 3]` and the multipliers c. `size` is the
 number of words of an entry that its observation takes. Letters as in `kernels.entries`.
 """
 
@@ -116,7 +116,7 @@ def step_numbers(tables: Any, slots: Any, steps: Any) -> Any:
 
 @loop
 def write_checksums(
-    entries: Any, size: int, k: int, checksum_tables: Any, kinds: Any, entry: Any, numbers: Any
+    entries: Any, size: int, k: int, sums: Any, kinds: Any, entry: Any, numbers: Any
 ) -> None:
     """Writes the checksums of rows that were copied into their entries, before the rows are published.
 
@@ -124,27 +124,27 @@ def write_checksums(
         entries: `[E M, W]`.
         size: O.
         k: frames a stack.
-        checksum_tables: the checksums and c.
+        sums: the checksums and c.
         kinds: `[N]` how each row compares with the end of its stream.
         entry: `[N]` the entry of each row.
         numbers: `[N]` the word NUMBER of each row.
     """
-    checksums, c = checksum_tables
+    checksums, c = sums
     for i in range(len(entry)):
         # A shared observation already has its checksum.
         begin = entry[i] + 1 if kinds[i] == SHARED else entry[i] - (k - 1)
         for q in range(begin, entry[i] + 2):
             checksums[q, NUMBER] = checksums[q, STEP] = 0
             checksums[q, OBSERVATION] = observation_checksum(entries[0, :0], entries, q, 0, size, c)
-    write_step_checksums(entries, size, k, checksum_tables, entry, numbers)
+    write_step_checksums(entries, size, k, sums, entry, numbers)
 
 
 @loop
 def write_step_checksums(
-    entries: Any, size: int, k: int, checksum_tables: Any, entry: Any, numbers: Any
+    entries: Any, size: int, k: int, sums: Any, entry: Any, numbers: Any
 ) -> None:
     """Writes NUMBER and STEP of the steps in entries `[N]`, whose observations have checksums."""
-    checksums, c = checksum_tables
+    checksums, c = sums
     for i in range(len(entry)):
         p = entry[i]
         checksums[p, STEP] = _step_checksum(entries, checksums, p, size, k, numbers[i], c)
@@ -166,10 +166,10 @@ def compute_observation_checksums(
 
 @loop
 def are_intact(
-    entries: Any, size: int, k: int, checksum_tables: Any, entry: Any, computed: Any, intact: Any
+    entries: Any, size: int, k: int, sums: Any, entry: Any, computed: Any, intact: Any
 ) -> None:
     """Checks the steps in entries `[B]`, and their observations by the checksums computed from them."""
-    checksums, c = checksum_tables
+    checksums, c = sums
     for i in range(len(entry)):
         p = entry[i]
         number = checksums[p, NUMBER]

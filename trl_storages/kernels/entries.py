@@ -192,24 +192,17 @@ def count_gaps(sizes: Any, next_word: int, words: Any, done: Any) -> int:
 
 
 @loop
-def find_gaps(
-    tables: Any,
-    lanes: Any,
-    offsets: Any,
-    kinds: Any,
-    done: Any,
-    cut: Any,
-    cuts_gaps: bool,
-    stops_at_gaps: bool,
-) -> int:
+def find_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, done_cut: Any, flags: Any) -> int:
     """Returns the number of gaps of a block; 0 if it neither cuts gaps nor stops at gaps.
 
     A gap is a row that does not continue the row before although the episode has not ended. Unless the
-    write stops at gaps, `cut` `[N]` becomes true where a gap is.
+    write stops at gaps, `cut` `[N]` becomes true where a gap is. `flags` are `(cuts_gaps,
+    stops_at_gaps)`: whether gaps begin episodes, and whether a block with gaps is not written.
     """
+    (done, cut), (cuts_gaps, stops_at_gaps), gaps = done_cut, flags, 0
     if not (cuts_gaps or stops_at_gaps):
         return 0
-    index, gaps = Index(*tables), 0
+    index = Index(*tables)
     T = index.num_steps
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
@@ -268,15 +261,7 @@ def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> 
 
 @loop
 def enter(
-    tables: Any,
-    lanes: Any,
-    offsets: Any,
-    kinds: Any,
-    entry: Any,
-    done: Any,
-    cut: Any,
-    slots: Any,
-    numbers: Any,
+    tables: Any, lanes: Any, offsets: Any, entry: Any, done_cut: Any, slots: Any, numbers: Any
 ) -> None:
     """Writes the steps of a block beyond the cursors of the index.
 
@@ -284,6 +269,7 @@ def enter(
     """
     index = Index(*tables)
     where, episode, ends, spans = index.where, index.episode, index.ends, index.spans
+    done, cut = done_cut
     bounds, priorities, T = index.lanes, index.priorities, index.num_steps
     for m in range(len(lanes)):
         e = lanes[m]
@@ -340,19 +326,7 @@ def publish(tables: Any, lanes: Any, offsets: Any) -> None:
 
 
 @loop
-def put(
-    tables: Any,
-    store: Any,
-    lanes: Any,
-    offsets: Any,
-    words: Any,
-    done: Any,
-    cut: Any,
-    cuts_gaps: bool,
-    stops_at_gaps: bool,
-    slots: Any,
-    checksum_tables: Any,
-) -> int:
+def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
     """Writes a block and returns the number of gaps; writes nothing if it stops at gaps and has one.
 
     All lanes are compared before any lane is written. Then groups of lanes are written one after another,
@@ -361,16 +335,12 @@ def put(
     Args:
         tables: of the index.
         store: as above.
-        lanes: like the next four arguments a field of a `Block`.
-        offsets: see `Block`.
-        words: see `Block`.
-        done: see `Block`.
-        cut: see `Block`.
-        cuts_gaps: whether gaps begin episodes.
-        stops_at_gaps: whether nothing is written if there are gaps.
+        block: the fields of a `Block`, as a plain tuple.
+        flags: `(cuts_gaps, stops_at_gaps)`, see `find_gaps`.
         slots: `[N]`, the result.
-        checksum_tables: see `checksums`; without entries in memory.
+        sums: see `checksums`; without entries in memory.
     """
+    lanes, offsets, words, done, cut = block
     entries, sizes, k = store
     size = Sizes(*sizes).observation
     size = Sizes(*sizes).observation
@@ -379,18 +349,18 @@ def put(
     # Not by `compare_block`, because one more call takes longer than the comparison of a row.
     _find_tips(tables, lanes, tips)
     compare(store, tips, offsets, words, kinds)
-    gaps = find_gaps(tables, lanes, offsets, kinds, done, cut, cuts_gaps, stops_at_gaps)
-    if gaps and stops_at_gaps:
+    gaps = find_gaps(tables, lanes, offsets, kinds, (done, cut), flags)
+    if gaps and flags[1]:
         return gaps
     for m in range(0, len(lanes), _GROUP):
         group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
         first, end = bounds[0], bounds[-1]
         make_room(tables, group, bounds, kinds, entry)
-        enter(tables, group, bounds, kinds, entry, done, cut, slots, numbers)
+        enter(tables, group, bounds, entry, (done, cut), slots, numbers)
         new = kinds[first:end], entry[first:end]
         copy_in(store, words[first:end], *new)
-        if len(checksum_tables[0]):
-            write_checksums(entries, size, k, checksum_tables, *new, numbers[first:end])
+        if len(sums[0]):
+            write_checksums(entries, size, k, sums, *new, numbers[first:end])
         publish(tables, group, bounds)
     return gaps
 

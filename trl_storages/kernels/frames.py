@@ -332,14 +332,14 @@ def update_tips(tables: Any, members: Any, generation: int, lanes: Any) -> None:
 
 @loop
 def copy_in(
-    members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any, entry: Any, checksum_tables: Any
+    members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any, entry: Any, sums: Any
 ) -> None:
     """Copies the rows of a block into their entries, in a file with checksums of the observations."""
     store = Store(*members)
     entries, (F, O), width = store.entries, store.sizes[:2], store.pixel_row
     k, C, K = store.stack, store.frame_words, store.keyframes
     M, W, rest = len(entries) // len(store.records), entries.shape[1], O - C
-    older, last, (checksums, c) = (k - 1) * F, words.shape[1] - O, checksum_tables
+    older, last, (checksums, c) = (k - 1) * F, words.shape[1] - O, sums
     frames = np.zeros((4, C), np.int64)
     now, as_bytes = frames[1:2], frames.view(np.uint8)
     for m in range(len(lanes)):
@@ -381,42 +381,29 @@ def compare_block(
 
 
 @loop
-def put(
-    tables: Any,
-    members: Any,
-    lanes: Any,
-    offsets: Any,
-    words: Any,
-    done: Any,
-    cut: Any,
-    cuts_gaps: bool,
-    stops_at_gaps: bool,
-    slots: Any,
-    checksum_tables: Any,
-) -> int:
+def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
     """Writes a block to lanes whose tips are up to date; see `kernels.entries.put`."""
+    lanes, offsets, words, done, cut = block
     index, store = Index(*tables), Store(*members)
     kinds, (entry, numbers) = np.empty(len(words), np.uint8), np.empty((2, len(words)), np.int64)
     compare_block(tables, members, lanes, offsets, words, kinds)
-    gaps = find_gaps(tables, lanes, offsets, kinds, done, cut, cuts_gaps, stops_at_gaps)
-    if gaps and stops_at_gaps:
+    gaps = find_gaps(tables, lanes, offsets, kinds, (done, cut), flags)
+    if gaps and flags[1]:
         return gaps
     make_room(tables, lanes, offsets, kinds, entry)
-    enter(tables, lanes, offsets, kinds, entry, done, cut, slots, numbers)
-    copy_in(members, lanes, offsets, words, kinds, entry, checksum_tables)
-    if len(checksum_tables[0]):
+    enter(tables, lanes, offsets, entry, (done, cut), slots, numbers)
+    copy_in(members, lanes, offsets, words, kinds, entry, sums)
+    if len(sums[0]):
         size = 1 + Sizes(*store.sizes).observation - store.frame_words
-        write_step_checksums(store.entries, size, store.stack, checksum_tables, entry, numbers)
+        write_step_checksums(store.entries, size, store.stack, sums, entry, numbers)
     publish(tables, lanes, offsets)
     S, states = store.tips.shape[1], store.tip_states
     for m in range(len(lanes)):
         e, i = lanes[m], offsets[m + 1] - 1
         if i >= offsets[m]:
             copy_words(store.tips, e, 0, words, i, words.shape[1] - S, S)
-            states[e, _CURSOR], states[e, END] = (
-                index.lanes[e, CURSOR],
-                end_of(members, entry[i] + 1),
-            )
+            states[e, _CURSOR] = index.lanes[e, CURSOR]
+            states[e, END] = end_of(members, entry[i] + 1)
     return gaps
 
 
