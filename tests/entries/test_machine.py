@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         for key, kind in STEPS.items():
             if key == ("next", "done") or rng.random() < 0.6:
                 fields[key] = kind
-        # Frames are as they are, or what changed.
+        # Frames are compressed, or not.
         keyframes = int(rng.choice([0, 0, 0, 1, 2, 5, 16]))
         if keyframes and (k == 1 or rng.random() < 0.5):
             chosen.append("camera")
