@@ -77,7 +77,7 @@ WRONG = {
     ),
     "no tensor": (lambda rows: rows.__setitem__("more", 3.0), TypeError, "more"),
     "no such field": (lambda rows: rows["nothing"], KeyError, "observation"),
-    "rows that are not live": (lambda rows: rows.at(torch.tensor([10**6])), IndexError, "live"),
+    "invalid slots": (lambda rows: rows.at(torch.tensor([10**6])), IndexError, "valid"),
     "slots that are none": (lambda rows: rows.at([0, 1]), TypeError, "int64"),
     "other next rows, too few": (lambda rows: rows.follow(rows.slots[:3]), ValueError, "slots"),
     "a window once rows are read": (lambda rows: rows.widen(3), RuntimeError, "NStep"),
@@ -93,7 +93,7 @@ def test_mistakes_raise(name):
 
 
 def test_a_function_that_returns_nothing_raises():
-    with pytest.raises(TypeError, match="returns"):
+    with pytest.raises(TypeError, match="result of a transform"):
         drawn(lambda batch: None)
 
 
