@@ -95,7 +95,7 @@ class TestInTheActor:
     @pytest.mark.parametrize("method", ["add", "record"])
     def test_single_steps_do_not_say_whose_they_are(self, method):
         storage = actor()
-        with pytest.raises(RuntimeError, match="must say whose it is"):
+        with pytest.raises(RuntimeError, match="from any process"):
             getattr(storage, method)(steps(1, 1)[0])
         assert not len(storage)
 
