@@ -27,7 +27,8 @@ def share_memory(value: Any, next_value: Any) -> bool:
     if value is next_value:
         return isinstance(value, np.ndarray | torch.Tensor)
     if type(value) is np.ndarray and type(next_value) is np.ndarray:
-        if not np.may_share_memory(value, next_value):
+        # Two arrays that both own their memory share none.
+        if value.base is next_value.base is None or not np.may_share_memory(value, next_value):
             return False
         return bool(value.__array_interface__["data"] == next_value.__array_interface__["data"])
     if isinstance(value, torch.Tensor) and isinstance(next_value, torch.Tensor):
