@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to keep the results in")
     parser.add_argument("--readme", type=Path, metavar="JSON",
                         help="measure nothing; write the tables of such a file into "
-                        "tutorials/speed.md and tests/benchmarks/README.md")  # fmt: skip
+                        "tutorials/results.md and tests/benchmarks/README.md")  # fmt: skip
     parsed = parser.parse_args(arguments)
     on_device = [name for name in names if parsed.device == "cpu" or name not in ON_CPU]
     if parsed.only is None:

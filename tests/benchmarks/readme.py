@@ -10,7 +10,7 @@ __all__ = ["PAGES", "pages_of", "update", "written"]
 
 #: What each page has between two marks, by its path from the root of the checkout.
 PAGES: dict[str, Callable[[Report], Iterator[str]]] = {
-    "tutorials/speed.md": format_all,
+    "tutorials/results.md": format_all,
     "tests/benchmarks/README.md": format_missed,
 }
 #: The same of a run on a GPU.

@@ -81,7 +81,7 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmarks", "--readme", str(kept)])
     command.main()
-    page = (tmp_path / "tutorials/speed.md").read_text()
+    page = (tmp_path / "tutorials/results.md").read_text()
     assert "| sample from 300 transitions | batch | trl_storages | raw gather |" in page
 
 
