@@ -8,13 +8,52 @@ The two scripts write the lines of agent_curves.jsonl.
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from options import OneLineParser, need
+import torch
+from options import OneLineParser, integer_from, need
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PICTURE = Path(__file__).parent / "images" / "agent_curves.png"
+
+Curve = list[tuple[int, float]]
+
+
+def run(
+    train: Callable[[str, int, int], Curve],
+    argv: Sequence[str] | None,
+    description: str | None,
+    *,
+    agent: str,
+    env: str,
+    steps: int,
+) -> Curve:
+    """Trains an agent with the options of the command line; `--results` appends its curve to a file.
+
+    Args:
+        train: maps environment, steps and seed to pairs of a step count and a mean return.
+        argv: command line; None reads that of the process.
+        description: the docstring of the program.
+        agent: its name in the file.
+        env: default environment.
+        steps: default number of environment steps.
+    """
+    parser = OneLineParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--env", default=env, help="(%(default)s)")
+    parser.add_argument("--steps", default=steps, type=integer_from(8), help="(%(default)s)")
+    parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
+    parser.add_argument("--results", type=Path, help="file to which a line is appended")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
+    curve = train(args.env, args.steps, args.seed)
+    if args.results is not None:
+        record = {"agent": agent, "env": args.env, "seed": args.seed, "steps": args.steps}
+        with args.results.open("a") as file:
+            file.write(json.dumps({**record, "curve": curve}) + "\n")
+    return curve
 
 
 def draw(results: Path, path: Path) -> None:

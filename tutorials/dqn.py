@@ -10,17 +10,14 @@ returns a TensorDict with 3-step returns. `--results` appends a line of JSON to 
 Reference: Mnih et al. 2015; Watkins 1989 for n-step returns.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+from agent_curves import Curve, run
 from gymnasium.vector import AutoresetMode
-from options import OneLineParser, integer_from
 from tensordict import TensorDictBase
 from torch import nn
 
@@ -63,7 +60,7 @@ def td_loss(batch: TensorDictBase, network: QNetwork, target_network: QNetwork) 
     return nn.functional.smooth_l1_loss(values, target_values)
 
 
-def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
+def train(env: str, steps: int, seed: int) -> Curve:
     """Trains an agent; returns pairs of a step count and the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -88,7 +85,7 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
         seed=seed,
     )
 
-    curve: list[tuple[int, float]] = []
+    curve: Curve = []
     num_updates = 0
     obs, _ = envs.reset(seed=seed)
     for step in range(NUM_ENVS, steps + 1, NUM_ENVS):
@@ -116,24 +113,8 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     return curve
 
 
-def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--env", default="CartPole-v1", help="(%(default)s)")
-    parser.add_argument(
-        "--steps", default=20_000, type=integer_from(NUM_ENVS), help="(%(default)s)"
-    )
-    parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
-    parser.add_argument("--results", type=Path, help="file to which a line is appended")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
-    curve = train(args.env, args.steps, args.seed)
-    if args.results is not None:
-        run = {"agent": "DQN", "env": args.env, "seed": args.seed, "steps": args.steps}
-        with args.results.open("a") as file:
-            file.write(json.dumps({**run, "curve": curve}) + "\n")
-    return curve
+def main(argv: Sequence[str] | None = None) -> Curve:
+    return run(train, argv, __doc__, agent="DQN", env="CartPole-v1", steps=20_000)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ network from zeros for the next observations; the burn-in warms up this run as w
 through the burn-in, unlike in R2D2 and `recurrent.py`.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import torch
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor
@@ -83,11 +82,7 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=integer_from(100), default=6_000)
-    parser.add_argument("--seed", type=integer_from(0), default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    args = parse(__doc__, argv, minimum=100, steps=6_000)
     mean_return, _, _ = train(args.steps, args.seed)
     print(f"the last 20 episodes return {mean_return:.0f} on average")
     return mean_return

@@ -15,7 +15,6 @@ Reference: Park et al. 2025, OGBench, arXiv:2410.20092; the agent is their GCIVL
 expectile regression (Kostrikov et al. 2021, arXiv:2110.06169), and an advantage-weighted actor.
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -25,7 +24,7 @@ from typing import Any, SupportsFloat
 import gymnasium
 import numpy as np
 import torch
-from options import OneLineParser, integer_from, need
+from options import need, parse
 from torch import Tensor, nn
 from torchrl.modules import MLP
 
@@ -210,16 +209,9 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add, budget = parser.add_argument, Budget()
-    add("--agent", default="mixture", choices=AGENTS, help="the strategies of its goals")
-    add("--seed", default=0, type=integer_from(0))
-    add("--episodes", default=budget.episodes, type=integer_from(1), help="of data")
-    add("--updates", default=budget.updates, type=integer_from(1))
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    budget = Budget(arguments.episodes, arguments.updates)
-    rate = train(arguments.agent, arguments.seed, budget)
+    args = parse(__doc__, argv, [*AGENTS], episodes=Budget.episodes, updates=Budget.updates)
+    budget = Budget(args.episodes, args.updates)
+    rate = train(args.agent, args.seed, budget)
     print(f"{rate:.2f} of the tests succeed")
     return rate
 

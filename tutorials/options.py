@@ -2,12 +2,12 @@
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["OneLineParser", "device_here", "integer_from", "need"]
+__all__ = ["OneLineParser", "device_here", "integer_from", "need", "parse"]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,6 +27,36 @@ def integer_from(minimum: int) -> Callable[[str], int]:
         return int(text)
 
     return integer
+
+
+def parse(
+    description: str | None,
+    argv: Sequence[str] | None,
+    agents: Sequence[str] = (),
+    minimum: int = 1,
+    **counts: int,
+) -> argparse.Namespace:
+    """Returns the options of an agent that trains on one thread: `--seed`, and counts such as `--steps`.
+
+    Args:
+        description: the docstring of the program.
+        argv: command line; None reads that of the process.
+        agents: choices of `--agent`, the default first.
+        minimum: smallest value of a count.
+        counts: names and defaults of the counts.
+    """
+    parser = OneLineParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if agents:
+        parser.add_argument("--agent", default=agents[0], choices=agents, help="(%(default)s)")
+    for name, default in {**counts, "seed": 0}.items():
+        least = 0 if name == "seed" else minimum
+        parser.add_argument(
+            f"--{name}", default=default, type=integer_from(least), help="(%(default)s)"
+        )
+    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
+    return parser.parse_args(argv)
 
 
 def device_here(text: str) -> torch.device:

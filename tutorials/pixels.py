@@ -1,7 +1,7 @@
 """Learns from stacks of 84 x 84 pixel frames, each stored once: double DQN with DrQ's random shifts.
 
     python tutorials/pixels.py                    # stores each frame once
-    python tutorials/pixels.py --plain            # stores complete stacks: the same results
+    python tutorials/pixels.py --agent plain      # stores complete stacks: the same results
 
 A ball falls at an angle and bounces off the walls, and a bat must be below it when it lands. A single
 frame does not show the direction of the ball, so the agent sees the newest four, and a transition has
@@ -12,7 +12,6 @@ Reference: Kostrikov et al. 2020, Image Augmentation Is All You Need, arXiv:2004
 2021, Mastering Visual Continuous Control, arXiv:2107.09645.
 """
 
-import argparse
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import FrameStackObservation
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -158,13 +157,8 @@ def share_caught(learner: Learner, seed: int, episodes: int = 100) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="store complete stacks")
-    parser.add_argument("--steps", type=integer_from(10), default=Budget.steps)
-    parser.add_argument("--seed", type=integer_from(0), default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rate = train("plain" if args.plain else "frames", args.seed, Budget(args.steps), [])
+    args = parse(__doc__, argv, [*STORED], minimum=10, steps=Budget.steps)
+    rate = train(args.agent, args.seed, Budget(args.steps), [])
     print(f"{rate:.2f} of the balls are caught in the end")
     return rate
 

@@ -19,7 +19,6 @@ The replay buffer supports this as follows:
 Reference: Kapturowski et al. 2019, Recurrent Experience Replay in Distributed Reinforcement Learning.
 """
 
-import argparse
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
@@ -232,14 +231,8 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add, budget = parser.add_argument, Budget()
-    add("--agent", default="memory", choices=AGENTS, help="with a memory or without")
-    add("--seed", default=0, type=integer_from(0))
-    add("--batches", default=budget.batches, type=integer_from(1), help="of steps")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rate = train(arguments.agent, arguments.seed, Budget(arguments.batches))
+    args = parse(__doc__, argv, [*AGENTS], batches=Budget.batches)
+    rate = train(args.agent, args.seed, Budget(args.batches))
     print(f"{rate:.2f} of the signs are followed")
     return rate
 

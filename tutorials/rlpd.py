@@ -16,7 +16,6 @@ Reference: Ball et al. 2023, Efficient Online Reinforcement Learning with Offlin
 arXiv:2302.02948.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -204,14 +203,8 @@ def success_rate(learner: Learner, tests: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add, budget = parser.add_argument, Budget()
-    add("--agent", default="rlpd", choices=AGENTS, help="the shares of its batches")
-    add("--seed", default=0, type=integer_from(0))
-    add("--steps", default=budget.steps, type=integer_from(1), help="online")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rate = train(arguments.agent, arguments.seed, Budget(steps=arguments.steps))
+    args = parse(__doc__, argv, [*AGENTS], steps=Budget.steps)
+    rate = train(args.agent, args.seed, Budget(steps=args.steps))
     print(f"{rate:.2f} of the tests reach the flag")
     return rate
 

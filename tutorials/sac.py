@@ -10,18 +10,15 @@ returns a TensorDict. `--results` appends a line of JSON to a file.
 Reference: Haarnoja et al. 2018, arXiv:1812.05905.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+from agent_curves import Curve, run
 from gymnasium.vector import AutoresetMode
-from options import OneLineParser, integer_from
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.modules import MLP
@@ -115,7 +112,7 @@ class Agent:
         self.optimizers[number].step()
 
 
-def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
+def train(env: str, steps: int, seed: int) -> Curve:
     """Trains an agent; returns pairs of a step count and the mean return of the last 20 episodes."""
     torch.manual_seed(seed)
     mode = AutoresetMode.SAME_STEP
@@ -132,7 +129,7 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
         batch_size=BATCH_SIZE,
         seed=seed,
     )
-    curve: list[tuple[int, float]] = []
+    curve: Curve = []
     obs, _ = envs.reset(seed=seed)
     for step in range(NUM_ENVS, steps + 1, NUM_ENVS):
         actions = envs.action_space.sample()
@@ -151,22 +148,8 @@ def train(env: str, steps: int, seed: int) -> list[tuple[int, float]]:
     return curve
 
 
-def main(argv: Sequence[str] | None = None) -> list[tuple[int, float]]:
-    parser = OneLineParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--env", default="Pendulum-v1", help="(%(default)s)")
-    parser.add_argument("--steps", default=8_000, type=integer_from(NUM_ENVS), help="(%(default)s)")
-    parser.add_argument("--seed", default=0, type=integer_from(0), help="(%(default)s)")
-    parser.add_argument("--results", type=Path, help="file to which a line is appended")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # Networks this small gain nothing from more threads.
-    curve = train(args.env, args.steps, args.seed)
-    if args.results is not None:
-        run = {"agent": "SAC", "env": args.env, "seed": args.seed, "steps": args.steps}
-        with args.results.open("a") as file:
-            file.write(json.dumps({**run, "curve": curve}) + "\n")
-    return curve
+def main(argv: Sequence[str] | None = None) -> Curve:
+    return run(train, argv, __doc__, agent="SAC", env="Pendulum-v1", steps=8_000)
 
 
 if __name__ == "__main__":

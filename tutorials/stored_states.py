@@ -7,14 +7,13 @@ stored as an extra field, which `record` reads from the infos, so the network st
 the agent had at the first transition of a sequence.
 """
 
-import argparse
 import copy
 from collections.abc import Callable, Sequence
 
 import gymnasium
 import numpy as np
 import torch
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -106,11 +105,7 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=integer_from(100), default=20_000)
-    parser.add_argument("--seed", type=integer_from(0), default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    args = parse(__doc__, argv, minimum=100, steps=20_000)
     mean_return, _, _ = train(args.steps, args.seed)
     print(f"the last 20 episodes return {mean_return:.0f} on average")
     return mean_return

@@ -12,7 +12,6 @@ can be written in two ways, and both keep the episodes apart:
   show which environment a transition is from; pass the number of environments as `num_envs`.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import gymnasium
 import torch
 from goal_agents import INPUTS, Agent, make_dqn
 from gymnasium.vector import AutoresetMode
-from options import OneLineParser, integer_from
+from options import parse
 from torchrl.collectors import Collector
 from torchrl.envs import EnvBase, ExplorationType, GymWrapper
 from torchrl.envs import set_exploration_type as exploration
@@ -136,15 +135,8 @@ def train(agent: str, seed: int, budget: Budget) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add, budget = parser.add_argument, Budget()
-    add("--agent", default="trainer", choices=AGENTS, help="a Trainer or a plain loop")
-    add("--seed", default=0, type=integer_from(0))
-    add("--bits", default=budget.bits, type=integer_from(1), help="to flip")
-    add("--steps", default=budget.steps, type=integer_from(1), help="of all environments")
-    arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rate = train(arguments.agent, arguments.seed, Budget(arguments.bits, arguments.steps))
+    args = parse(__doc__, argv, [*AGENTS], bits=Budget.bits, steps=Budget.steps)
+    rate = train(args.agent, args.seed, Budget(args.bits, args.steps))
     print(f"{rate:.2f} of the goals are reached")
     return rate
 

@@ -7,14 +7,13 @@ as a mixture; a second `HERSampler` samples the goals of the actor, `actor_goal`
 episode. The losses are an expectile value and advantage-weighted cloning, as in `offline_goals.py`.
 """
 
-import argparse
 import copy
 from collections.abc import Sequence
 from math import inf
 
 import numpy as np
 import torch
-from options import OneLineParser, integer_from
+from options import parse
 from torch import Tensor, nn
 from torchrl.modules import MLP
 
@@ -98,11 +97,7 @@ def share_reached(actor: nn.Module, num_goals: int = 200) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--updates", type=integer_from(1), default=2_000)
-    parser.add_argument("--seed", type=integer_from(0), default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    args = parse(__doc__, argv, updates=2_000)
     share, _ = train(args.updates, args.seed)
     print(f"{share:.2f} of the goals are reached")
     return share

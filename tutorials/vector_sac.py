@@ -6,13 +6,12 @@
 deterministic, so the loop asks for random actions by `set_exploration_type`.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import gymnasium
 import numpy as np
 import torch
-from options import OneLineParser, integer_from
+from options import parse
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torchrl.data import Bounded
@@ -84,11 +83,7 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> float:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=integer_from(1), default=2_400)
-    parser.add_argument("--seed", type=integer_from(0), default=0)
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
+    args = parse(__doc__, argv, steps=2_400)
     mean_return, _, _ = train(args.steps, args.seed)
     print(f"the last four episodes return {mean_return:.0f} on average")
     return mean_return
