@@ -4,39 +4,12 @@ Letters: N rows, E episodes, G goal size.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-
-__all__ = [
-    "ACTION_SIZE",
-    "ACTION_SPACE",
-    "DISCOUNT",
-    "EPISODE_LENGTH",
-    "FLAT_SIZE",
-    "GOAL_SIZE",
-    "GOAL_SPACE",
-    "HINDSIGHT_GOALS",
-    "LANES",
-    "N_STEPS",
-    "OBSERVATION_SIZE",
-    "PARTS",
-    "PIXEL_SHAPE",
-    "PRIORITY_ALPHA",
-    "PRIORITY_BETA",
-    "SEQUENCE_STEPS",
-    "Columns",
-    "flat_columns",
-    "goal_columns",
-    "goal_reward",
-    "lane_steps",
-    "single_rows",
-    "stacked_columns",
-    "take_rows",
-    "to_tensordict",
-]
 
 OBSERVATION_SIZE = 25
 GOAL_SIZE = 3
@@ -112,12 +85,30 @@ def goal_columns(num_rows: int, *, seed: int = 0) -> Columns:
 
 def flat_columns(columns: Columns) -> Columns:
     """Joins the three parts of an observation, for work that not every library does on dicts."""
-    flat = {
-        f"{before}observation": np.concatenate([columns[before + part] for part in PARTS], -1)
-        for before in ("", "next_")
-    }
-    kept = ("action", "reward", "terminated", "truncated", "done")
-    return flat | {name: columns[name] for name in kept}
+    flat = {name: it for name, it in columns.items() if not name.endswith("_goal")}
+    for before in ("", "next_"):
+        parts = [*observation_of(columns, before).values()]
+        flat[f"{before}observation"] = np.concatenate(parts, -1)
+    return flat
+
+
+def split_columns(flat: Columns) -> Columns:
+    """Splits joined observations into their parts, the first ones where fewer were joined."""
+    columns = dict(flat)
+    for before in ("", "next_"):
+        start, joined = 0, columns.pop(f"{before}observation")
+        for part, size in PARTS.items():
+            if start < joined.shape[-1]:
+                columns[before + part] = joined[:, start : start + size]
+            start += size
+    return columns
+
+
+def observation_of(rows: Columns, before: str = "") -> Any:
+    """Returns observations as environments give them: an array, or a dict of the three parts."""
+    if "achieved_goal" not in rows:
+        return rows[f"{before}observation"]
+    return {part: rows[before + part] for part in PARTS}
 
 
 def stacked_columns(num_rows: int, *, seed: int = 0) -> Columns:

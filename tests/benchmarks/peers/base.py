@@ -1,14 +1,27 @@
 """What a benchmark asks of a library's replay buffer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.benchmarks.data import Columns
 
-__all__ = ["Buffer"]
+__all__ = ["Buffer", "as_columns"]
+
+FLAGS = ("reward", "terminated", "truncated", "done")
+
+
+def as_columns(batch: Mapping[str, Any]) -> Columns:
+    """Returns tensors or arrays of any library as arrays, rewards and flags as `[B]`."""
+    columns = {}
+    for name, values in batch.items():
+        array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        columns[name] = array.reshape(-1) if name in FLAGS else array
+    return columns
 
 
 class Buffer(ABC):
@@ -20,7 +33,7 @@ class Buffer(ABC):
 
     Attributes:
         device: where its batches arrive, as torch names it. Those of `ON_CUDA` heed it.
-        directory: where the rows are; None is in memory. Only recipes of this package heed it.
+        directory: where the rows are; None is in memory. Only presets of this package heed it.
     """
 
     device: str = "cpu"
@@ -48,9 +61,6 @@ class Buffer(ABC):
         """Draws a batch of tensors (arrays, where the library knows no tensors)."""
 
     @staticmethod
-    @abstractmethod
-    def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        """Names the parts of a batch as the data does, so that a test can look at them.
-
-        `reward`, `terminated` and the like as `[B]`, whatever their shape in the library.
-        """
+    def columns_of(batch: Any) -> Columns:
+        """Names the parts of a batch as the data does, so that a test can look at them."""
+        return as_columns(batch)

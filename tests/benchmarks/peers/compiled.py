@@ -13,23 +13,13 @@ import numba
 import numpy as np
 import torch
 
-from tests.benchmarks.data import (
-    DISCOUNT,
-    GOAL_SIZE,
-    HINDSIGHT_GOALS,
-    LANES,
-    N_STEPS,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    Columns,
-    lane_steps,
-    take_rows,
-)
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
+from tests.benchmarks.peers.base import as_columns
 from tests.benchmarks.peers.ours import goal_reward
 from tests.benchmarks.peers.raw import Raw
 from trl_storages.kernels.compile import inlined, prefetch
 
-TITLE = "compiled function"
 # Kept as long as this file is as it was.
 loop = numba.njit(nogil=True, cache=True)
 FAN_OUT = 8
@@ -140,10 +130,12 @@ class Plain(Raw):
     def seen(self, slots: np.ndarray) -> dict[str, torch.Tensor]:
         """Returns the fields of drawn rows: relabelled, folded."""
         batch_size = len(slots)
-        count = batch_size * HINDSIGHT_GOALS // (HINDSIGHT_GOALS + 1) if self.relabels else 0
+        count = (
+            batch_size * data.HINDSIGHT_GOALS // (data.HINDSIGHT_GOALS + 1) if self.relabels else 0
+        )
         out = np.empty((batch_size, self.bytes.shape[1]), np.int64)
         rewards = np.empty((self.steps, batch_size), np.float32)
-        achieved = np.empty((self.steps, count, GOAL_SIZE), np.float32)
+        achieved = np.empty((self.steps, count, data.GOAL_SIZE), np.float32)
         length = np.empty(batch_size, np.int64)
         words = out.view(np.float32)
         noise = self.noise(count)
@@ -155,12 +147,10 @@ class Plain(Raw):
             judged = goal_reward(torch.from_numpy(achieved), goals, {})
             rewards[:, :count] = judged.numpy()
         if count or self.steps > 1:
-            fold(rewards, length, DISCOUNT, batch["reward"])
+            fold(rewards, length, data.DISCOUNT, batch["reward"])
         return fields
 
-    @staticmethod
-    def columns_of(batch: dict[str, torch.Tensor]) -> Columns:
-        return {name: value.numpy() for name, value in batch.items()}
+    columns_of = staticmethod(as_columns)
 
 
 class Hindsight(Plain):
@@ -172,13 +162,13 @@ class Hindsight(Plain):
 class NStep(Plain):
     """Rewards of three steps."""
 
-    steps = N_STEPS
+    steps = data.N_STEPS
 
 
 class HindsightNStep(Plain):
     """Rewards of three steps for the goal that was drawn."""
 
-    relabels, steps = True, N_STEPS
+    relabels, steps = True, data.N_STEPS
 
 
 class Prioritized(Plain):
@@ -211,16 +201,18 @@ class Prioritized(Plain):
             slots, weights,
         )  # fmt: skip
         batch = self.seen(slots)
-        batch["priority_weight"] = torch.from_numpy((weights / weights.min()) ** -PRIORITY_BETA)
+        batch["priority_weight"] = torch.from_numpy(
+            (weights / weights.min()) ** -data.PRIORITY_BETA
+        )
         errors = np.linspace(0.1, 1, batch_size)
-        set_leaves(self.tree, self.starts, slots, (errors + EPS) ** PRIORITY_ALPHA)
+        set_leaves(self.tree, self.starts, slots, (errors + EPS) ** data.PRIORITY_ALPHA)
         return batch
 
 
 class Everything(Prioritized):
     """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
 
-    relabels, steps, is_recent = True, N_STEPS, True
+    relabels, steps, is_recent = True, data.N_STEPS, True
 
 
 class Record(Plain):
@@ -243,11 +235,11 @@ class Record(Plain):
 class RecordLanes(Plain):
     """Steps of eight environments at once, the rows of the data dealt out to them."""
 
-    lanes = LANES
+    lanes = data.LANES
 
     @staticmethod
     def prepare(rows: Columns) -> list[Columns]:
-        return [take_rows(rows, *step) for step in lane_steps(rows)]
+        return [data.take_rows(rows, *step) for step in data.lane_steps(rows)]
 
     def write(self, prepared: list[Columns]) -> None:
         for step in prepared:

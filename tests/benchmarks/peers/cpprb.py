@@ -6,24 +6,9 @@ from typing import ClassVar
 import numpy as np
 from cpprb import HindsightReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
-from tests.benchmarks.data import (
-    ACTION_SIZE,
-    DISCOUNT,
-    GOAL_SIZE,
-    HINDSIGHT_GOALS,
-    N_STEPS,
-    OBSERVATION_SIZE,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    Columns,
-    goal_reward,
-    single_rows,
-    take_rows,
-)
-from tests.benchmarks.peers.base import Buffer
-
-TITLE = "cpprb"
-FLAGS = ("reward", "done", "terminated", "truncated")
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
+from tests.benchmarks.peers.base import Buffer, as_columns
 
 
 def stretches(columns: Columns) -> Iterator[Columns]:
@@ -31,7 +16,7 @@ def stretches(columns: Columns) -> Iterator[Columns]:
     ends = (np.flatnonzero(columns["done"]) + 1).tolist()
     for start, stop in zip([0, *ends], [*ends, len(columns["done"])], strict=True):
         if start < stop:
-            yield take_rows(columns, start, stop)
+            yield data.take_rows(columns, start, stop)
 
 
 def fields_of(columns: Columns) -> dict[str, dict]:
@@ -54,7 +39,7 @@ class Uniform(Buffer):
 
     @staticmethod
     def prepare(rows: Columns) -> list[Columns]:
-        return list(single_rows(rows))
+        return list(data.single_rows(rows))
 
     def write(self, prepared: list[Columns]) -> None:
         for step in prepared:
@@ -63,57 +48,42 @@ class Uniform(Buffer):
     def sample(self, batch_size: int) -> Columns:
         return self.buffer.sample(batch_size)
 
-    @staticmethod
-    def columns_of(batch: Columns) -> Columns:
-        return {name: part[:, 0] if name in FLAGS else part for name, part in batch.items()}
 
-
-class Hindsight(Buffer):
+class Hindsight(Uniform):
     """Hindsight when an episode is written: each row is stored five times, its goals are frozen.
 
     Written steps wait in a buffer of their own until their episode ends.
     """
 
     def __init__(self, columns: Columns, capacity: int):
-        state = {"shape": OBSERVATION_SIZE + GOAL_SIZE, "dtype": np.float32}
+        size = data.GOAL_SIZE
+        state = {"shape": data.OBSERVATION_SIZE + size, "dtype": np.float32}
+        action, done = {"shape": data.ACTION_SIZE, "dtype": np.float32}, {"dtype": bool}
         self.buffer = HindsightReplayBuffer(
-            capacity * (HINDSIGHT_GOALS + 1),
-            {
-                "obs": state,
-                "act": {"shape": ACTION_SIZE, "dtype": np.float32},
-                "next_obs": state,
-                "done": {"dtype": bool},
-            },
+            capacity * (data.HINDSIGHT_GOALS + 1),
+            {"obs": state, "act": action, "next_obs": state, "done": done},
             max_episode_len=1000,
-            reward_func=lambda next_obs, act, goal: goal_reward(next_obs[:, -GOAL_SIZE:], goal),
-            goal_func=lambda obs: obs[:, -GOAL_SIZE:],
-            goal_shape=(GOAL_SIZE,),
+            reward_func=lambda after, act, goal: data.goal_reward(after[:, -size:], goal),
+            goal_func=lambda obs: obs[:, -size:],
+            goal_shape=(size,),
             strategy="future",
-            additional_goals=HINDSIGHT_GOALS,
+            additional_goals=data.HINDSIGHT_GOALS,
             prioritized=False,
         )
-        for episode in stretches(columns):
-            self.buffer.add(**self.columns(episode))
-            if episode["done"][-1]:
-                self.buffer.on_episode_end(episode["desired_goal"][0])
+        self.write([*map(self.step_of, stretches(columns))])
 
     @staticmethod
-    def columns(rows: Columns) -> Columns:
-        """Leaves the desired goal out of the observation: this buffer adds it by itself."""
-        join = np.concatenate
-        return {
-            "obs": join([rows["observation"], rows["achieved_goal"]], -1),
-            "act": rows["action"],
-            "next_obs": join([rows["next_observation"], rows["next_achieved_goal"]], -1),
-            "done": rows["done"],
-        }
+    def step_of(rows: Columns) -> tuple[Columns, np.ndarray | None]:
+        """Leaves the desired goal out of observations, and names it at the end of an episode."""
+        columns = {"act": rows["action"], "done": rows["done"]}
+        for name, before in (("obs", ""), ("next_obs", "next_")):
+            parts = rows[f"{before}observation"], rows[f"{before}achieved_goal"]
+            columns[name] = np.concatenate(parts, -1)
+        return columns, rows["desired_goal"][0] if rows["done"][-1] else None
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple[Columns, np.ndarray | None]]:
-        return [
-            (Hindsight.columns(row), row["desired_goal"][0] if row["done"][0] else None)
-            for row in single_rows(rows)
-        ]
+        return [*map(Hindsight.step_of, data.single_rows(rows))]
 
     def write(self, prepared: list[tuple[Columns, np.ndarray | None]]) -> None:
         for step, goal_at_end in prepared:
@@ -121,62 +91,20 @@ class Hindsight(Buffer):
             if goal_at_end is not None:
                 self.buffer.on_episode_end(goal_at_end)
 
-    def sample(self, batch_size: int) -> Columns:
-        return self.buffer.sample(batch_size)
-
     @staticmethod
     def columns_of(batch: Columns) -> Columns:
-        return {
-            "observation": batch["obs"][:, :OBSERVATION_SIZE],
-            "achieved_goal": batch["obs"][:, OBSERVATION_SIZE:],
-            "desired_goal": batch["goal"],
-            "action": batch["act"],
-            "next_observation": batch["next_obs"][:, :OBSERVATION_SIZE],
-            "next_achieved_goal": batch["next_obs"][:, OBSERVATION_SIZE:],
-            "reward": batch["rew"][:, 0],
-            "done": batch["done"][:, 0],
-        }
+        names = {"obs": "observation", "next_obs": "next_observation", "goal": "desired_goal"}
+        names |= {"act": "action", "rew": "reward", "done": "done"}
+        return data.split_columns(as_columns({names[it]: batch[it] for it in names}))
 
 
-class NStep(Uniform):
-    """Flat observations, folded when they are written."""
-
-    def __init__(self, columns: Columns, capacity: int):
-        fold = {"size": N_STEPS, "gamma": DISCOUNT, "rew": "reward", "next": "next_observation"}
-        self.buffer = ReplayBuffer(capacity, fields_of(columns), Nstep=fold)
-        self.write(list(stretches(columns)))
-
-    def write(self, prepared: list[Columns]) -> None:
-        for steps in prepared:
-            # The rewards are summed in place, in the caller's array.
-            self.buffer.add(**(steps | {"reward": steps["reward"].copy()}))
-            if steps["done"][-1]:
-                self.buffer.on_episode_end()
-
-
-class Prioritized(Uniform):
-    """Flat observations; a sample is a draw and the update of its priorities."""
-
-    def make(self, capacity: int, fields: dict) -> PrioritizedReplayBuffer:
-        return PrioritizedReplayBuffer(capacity, fields, alpha=PRIORITY_ALPHA)
-
-    def sample(self, batch_size: int) -> Columns:
-        batch = self.buffer.sample(batch_size, PRIORITY_BETA)
-        self.buffer.update_priorities(batch["indexes"], np.linspace(0.1, 1, batch_size))
-        return batch
-
-
-class FlatOnce(Uniform):
-    """Flat observations, of which the next one is that of the following row (`next_of`)."""
-
-    options: ClassVar[dict] = {}
+class Episodes(Uniform):
+    """A buffer that is told where episodes end."""
 
     def __init__(self, columns: Columns, capacity: int):
         columns = self.turned(columns)
-        fields = fields_of(columns)
-        del fields["next_observation"]
-        self.buffer = ReplayBuffer(capacity, fields, next_of="observation", **self.options)
-        self.write(list(stretches(columns)))
+        self.buffer = self.make(capacity, fields_of(columns))
+        self.write([*stretches(columns)])
 
     @staticmethod
     def turned(columns: Columns) -> Columns:
@@ -185,9 +113,41 @@ class FlatOnce(Uniform):
 
     def write(self, prepared: list[Columns]) -> None:
         for steps in prepared:
-            self.buffer.add(**steps)
+            # n-step rewards are summed in place, in the caller's array.
+            self.buffer.add(**(steps | {"reward": steps["reward"].copy()}))
             if steps["done"][-1]:
                 self.buffer.on_episode_end()
+
+
+class NStep(Episodes):
+    """Flat observations, with n-step returns that are computed when they are written."""
+
+    def make(self, capacity: int, fields: dict) -> ReplayBuffer:
+        names = {"rew": "reward", "next": "next_observation"}
+        n_step = {"size": data.N_STEPS, "gamma": data.DISCOUNT, **names}
+        return ReplayBuffer(capacity, fields, Nstep=n_step)
+
+
+class Prioritized(Uniform):
+    """Flat observations; a sample is a draw and the update of its priorities."""
+
+    def make(self, capacity: int, fields: dict) -> PrioritizedReplayBuffer:
+        return PrioritizedReplayBuffer(capacity, fields, alpha=data.PRIORITY_ALPHA)
+
+    def sample(self, batch_size: int) -> Columns:
+        batch = self.buffer.sample(batch_size, data.PRIORITY_BETA)
+        self.buffer.update_priorities(batch["indexes"], np.linspace(0.1, 1, batch_size))
+        return batch
+
+
+class FlatOnce(Episodes):
+    """Flat observations, of which the next one is that of the following row (`next_of`)."""
+
+    options: ClassVar[dict] = {}
+
+    def make(self, capacity: int, fields: dict) -> ReplayBuffer:
+        del fields["next_observation"]
+        return ReplayBuffer(capacity, fields, next_of="observation", **self.options)
 
 
 class StacksOnce(FlatOnce):
@@ -196,19 +156,17 @@ class StacksOnce(FlatOnce):
     options: ClassVar[dict] = {"stack_compress": "observation"}
 
     @staticmethod
-    def turned(columns: Columns) -> Columns:
+    def turned(columns: Columns, source: int = 1, target: int = -1) -> Columns:
         parts = ("observation", "next_observation")
-        return columns | {part: np.moveaxis(columns[part], 1, -1) for part in parts}
+        return columns | {part: np.moveaxis(columns[part], source, target) for part in parts}
 
     @staticmethod
     def prepare(rows: Columns) -> list[Columns]:
-        return list(single_rows(StacksOnce.turned(rows)))
+        return list(data.single_rows(StacksOnce.turned(rows)))
 
     @staticmethod
     def columns_of(batch: Columns) -> Columns:
-        columns = Uniform.columns_of(batch)
-        parts = ("observation", "next_observation")
-        return columns | {part: np.moveaxis(columns[part], -1, 1) for part in parts}
+        return StacksOnce.turned(as_columns(batch), -1, 1)
 
 
 class Extend(Uniform):

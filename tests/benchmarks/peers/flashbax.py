@@ -9,17 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.benchmarks.data import (
-    DISCOUNT,
-    N_STEPS,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    SEQUENCE_STEPS,
-    Columns,
-)
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
 from tests.benchmarks.peers.base import Buffer
-
-TITLE = "flashbax"
 
 
 class Uniform(Buffer):
@@ -68,16 +60,14 @@ class Uniform(Buffer):
         batch, self.key = self.sampler(batch_size)(self.state, self.key)
         return jax.block_until_ready(batch)
 
-    @staticmethod
-    def columns_of(batch: Columns) -> dict[str, np.ndarray]:
-        return {name: np.asarray(part) for name, part in batch.items()}
-
 
 class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities, compiled together."""
 
     make_buffer = staticmethod(
-        functools.partial(flashbax.make_prioritised_item_buffer, priority_exponent=PRIORITY_ALPHA)
+        functools.partial(
+            flashbax.make_prioritised_item_buffer, priority_exponent=data.PRIORITY_ALPHA
+        )
     )
 
     def sampler(self, batch_size: int) -> Callable:
@@ -88,7 +78,7 @@ class Prioritized(Uniform):
             def sample(state: Any, key: jax.Array) -> tuple[Any, jax.Array, Any]:
                 key, used = jax.random.split(key)
                 drawn = buffer.sample(state, used)
-                weights = drawn.probabilities**-PRIORITY_BETA
+                weights = drawn.probabilities**-data.PRIORITY_BETA
                 batch = drawn.experience | {"weight": weights / weights.max()}
                 return batch, key, buffer.set_priorities(state, drawn.indices, errors)
 
@@ -147,10 +137,10 @@ class Trajectories(Uniform):
 class Sequences(Trajectories):
     """The same, one after another in the batch."""
 
-    steps = SEQUENCE_STEPS
+    steps = data.SEQUENCE_STEPS
 
     def sampler(self, batch_size: int) -> Callable:
-        return super().sampler(batch_size // SEQUENCE_STEPS)
+        return super().sampler(batch_size // data.SEQUENCE_STEPS)
 
     @staticmethod
     def columns_of(batch: Columns) -> dict[str, np.ndarray]:
@@ -160,7 +150,7 @@ class Sequences(Trajectories):
 class NStep(Trajectories):
     """Flat observations, folded at sample time by what is compiled together with the draw."""
 
-    steps = N_STEPS
+    steps = data.N_STEPS
 
     def shown(self, experience: Columns) -> Columns:
         done = experience["done"]  # [B, n]
@@ -168,7 +158,7 @@ class NStep(Trajectories):
         counts = jnp.cumulative_sum(done, axis=1, include_initial=True)[:, :-1] == 0
         last = counts.sum(1) - 1
         at_last = jnp.arange(len(last)), last
-        discounts = DISCOUNT ** jnp.arange(N_STEPS, dtype=jnp.float32)
+        discounts = data.DISCOUNT ** jnp.arange(data.N_STEPS, dtype=jnp.float32)
         ends = ("next_observation", "terminated", "truncated", "done")
         return {
             "observation": experience["observation"][:, 0],

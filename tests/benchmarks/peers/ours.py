@@ -7,22 +7,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Compose
 
-from tests.benchmarks.data import (
-    ACTION_SPACE,
-    DISCOUNT,
-    GOAL_SPACE,
-    HINDSIGHT_GOALS,
-    LANES,
-    N_STEPS,
-    PARTS,
-    PIXEL_SHAPE,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    SEQUENCE_STEPS,
-    Columns,
-    lane_steps,
-    to_tensordict,
-)
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
 from tests.benchmarks.peers import torchrl
 from trl_storages import (
     EpisodeSequence,
@@ -39,7 +25,6 @@ from trl_storages import (
     UniformReplayStorage,
 )
 
-TITLE = "trl_storages"
 OUTCOME = ("reward", "terminated", "truncated")
 
 
@@ -55,7 +40,7 @@ class Uniform(torchrl.Uniform):
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
-        for rows in to_tensordict(columns).split(10_000):
+        for rows in data.to_tensordict(columns).split(10_000):
             self.buffer.extend(rows)
 
     def make(self, capacity: int) -> ReplayStorage:
@@ -70,7 +55,7 @@ class Hindsight(Uniform):
     """Hindsight at sample time, from later steps of the episode."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        sampler = HERSampler("future", HINDSIGHT_GOALS)
+        sampler = HERSampler("future", data.HINDSIGHT_GOALS)
         return {"sampler": sampler, "transform": GoalRelabel(goal_reward)}
 
 
@@ -78,7 +63,7 @@ class Folded(Uniform):
     """Flat observations, folded at sample time."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        return {"transform": NStep(N_STEPS, DISCOUNT)}
+        return {"transform": NStep(data.N_STEPS, data.DISCOUNT)}
 
 
 class Recent(Uniform):
@@ -92,7 +77,7 @@ class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        return {"sampler": PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA)}
+        return {"sampler": PERSampler(capacity, data.PRIORITY_ALPHA, data.PRIORITY_BETA)}
 
     sample = torchrl.Prioritized.sample
 
@@ -101,7 +86,7 @@ class HindsightNStep(Hindsight):
     """Hindsight, folded for the goal that was drawn."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        folded = Compose(GoalRelabel(goal_reward), NStep(N_STEPS, DISCOUNT))
+        folded = Compose(GoalRelabel(goal_reward), NStep(data.N_STEPS, data.DISCOUNT))
         return {**super().parts(capacity), "transform": folded}
 
 
@@ -109,8 +94,8 @@ class Everything(HindsightNStep):
     """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        recent = ERESampler(base=PERSampler(capacity, PRIORITY_ALPHA, PRIORITY_BETA))
-        sampler = HERSampler("future", HINDSIGHT_GOALS, base=recent)
+        recent = ERESampler(base=PERSampler(capacity, data.PRIORITY_ALPHA, data.PRIORITY_BETA))
+        sampler = HERSampler("future", data.HINDSIGHT_GOALS, base=recent)
         return {**super().parts(capacity), "sampler": sampler}
 
     sample = torchrl.Prioritized.sample
@@ -120,17 +105,17 @@ class Sequences(Uniform):
     """Stretches of an episode, one after another in the batch."""
 
     def parts(self, capacity: int) -> dict[str, Any]:
-        return {"sample_unit": EpisodeSequence(SEQUENCE_STEPS)}
+        return {"sample_unit": EpisodeSequence(data.SEQUENCE_STEPS)}
 
     def sample(self, batch_size: int) -> TensorDictBase:
-        return self.buffer.sample(batch_size // SEQUENCE_STEPS)
+        return self.buffer.sample(batch_size // data.SEQUENCE_STEPS)
 
 
 class Stacks(Uniform):
     """Stacked frames, of which each is stored once."""
 
     def make(self, capacity: int) -> ReplayStorage:
-        pixels = (torch.uint8, PIXEL_SHAPE, FrameStack(PIXEL_SHAPE[0]))
+        pixels = (torch.uint8, data.PIXEL_SHAPE, FrameStack(data.PIXEL_SHAPE[0]))
         number, flag = (torch.float32, (1,)), (torch.bool, (1,))
         fields: Mapping[NestedKey, Any] = {
             "observation": pixels,
@@ -151,7 +136,9 @@ class Extend(Uniform):
 
 
 def step_of(rows: Columns, at: Any, outcome: Iterable[Any]) -> tuple:
-    now, after = ({part: rows[before + part][at] for part in PARTS} for before in ("", "next_"))
+    now, after = (
+        {part: rows[before + part][at] for part in data.PARTS} for before in ("", "next_")
+    )
     return now, rows["action"][at], *outcome, {}, after
 
 
@@ -163,7 +150,7 @@ class Record(Uniform):
 
     def make(self, capacity: int) -> ReplayStorage:
         options = {"storage_size": capacity, "device": self.device, "path": self.directory}
-        return self.recipe(GOAL_SPACE, ACTION_SPACE, **options, **self.options)
+        return self.recipe(data.GOAL_SPACE, data.ACTION_SPACE, **options, **self.options)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -181,7 +168,10 @@ class RecordHindsight(Record):
     """The same, drawn with hindsight."""
 
     recipe = HERReplayStorage
-    options: ClassVar[dict[str, Any]] = {"reward_fn": goal_reward, "num_goals": HINDSIGHT_GOALS}
+    options: ClassVar[dict[str, Any]] = {
+        "reward_fn": goal_reward,
+        "num_goals": data.HINDSIGHT_GOALS,
+    }
 
 
 class RecordLanes(Record):
@@ -189,14 +179,14 @@ class RecordLanes(Record):
 
     # Rows that are dealt out do not go on from each other.
     options: ClassVar[dict[str, Any]] = {
-        "num_envs": LANES,
+        "num_envs": data.LANES,
         "autoreset_mode": "Disabled",
         "on_gap": "ignore",
     }
 
     def __init__(self, columns: Columns, capacity: int):
         self.buffer = self.make(capacity)
-        lanes = to_tensordict(columns).reshape(-1, LANES).transpose(0, 1)
+        lanes = data.to_tensordict(columns).reshape(-1, data.LANES).transpose(0, 1)
         for steps in lanes.split(1000, 1):
             self.buffer.extend(steps)
 
@@ -204,7 +194,7 @@ class RecordLanes(Record):
     def prepare(rows: Columns) -> list[tuple]:
         return [
             step_of(rows, slice(*step), (rows[name][slice(*step)] for name in OUTCOME))
-            for step in lane_steps(rows)
+            for step in data.lane_steps(rows)
         ]
 
 

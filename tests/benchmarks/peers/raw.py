@@ -5,8 +5,6 @@ import numpy as np
 from tests.benchmarks.data import SEQUENCE_STEPS, Columns
 from tests.benchmarks.peers.base import Buffer
 
-TITLE = "raw gather"
-
 
 class Raw(Buffer):
     """Uniform draws from a ring of rows, each the bytes of its fields one after another."""

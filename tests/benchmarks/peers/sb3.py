@@ -1,86 +1,61 @@
 """Stable-Baselines3: `DictReplayBuffer`, `HerReplayBuffer`, `NStepReplayBuffer`."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
-from tests.benchmarks.data import (
-    ACTION_SPACE,
-    DISCOUNT,
-    GOAL_SPACE,
-    HINDSIGHT_GOALS,
-    LANES,
-    N_STEPS,
-    PARTS,
-    Columns,
-    goal_reward,
-    lane_steps,
-    single_rows,
-    take_rows,
-)
-from tests.benchmarks.peers.base import Buffer
-
-TITLE = "Stable-Baselines3"
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
+from tests.benchmarks.peers.base import Buffer, as_columns
 
 
 class RewardOnly:
     """As much of a vector environment as `HerReplayBuffer` calls."""
 
-    def env_method(
-        self,
-        name: str,
-        achieved_goal: np.ndarray,
-        desired_goal: np.ndarray,
-        infos: list[dict],
-        indices: Sequence[int],
-    ) -> list[np.ndarray]:
-        return [goal_reward(achieved_goal, desired_goal)]
+    def env_method(self, name: str, achieved: Any, desired: Any, *_: Any, **__: Any) -> list:
+        return [data.goal_reward(achieved, desired)]
 
 
-def fill(buffer: ReplayBuffer, columns: Columns) -> None:
-    """Does what `add` would do row by row, except for the observations, which differ in form.
-
-    Row by row takes half a minute for a million.
-    """
-    num_rows = len(columns["done"])
-    buffer.actions[:num_rows, 0] = columns["action"]
-    buffer.rewards[:num_rows, 0] = columns["reward"]
-    buffer.dones[:num_rows, 0] = columns["done"]
-    buffer.timeouts[:num_rows, 0] = columns["truncated"]
-    buffer.full, buffer.pos = num_rows == buffer.buffer_size, num_rows % buffer.buffer_size
-
-
-def step_of(row: Columns, observation: Any, next_observation: Any) -> tuple:
+def step_of(row: Columns) -> tuple:
     infos = [{"TimeLimit.truncated": truncated} for truncated in row["truncated"].tolist()]
-    return observation, next_observation, row["action"], row["reward"], row["done"], infos
-
-
-def dict_step(row: Columns) -> tuple:
-    now, after = ({part: row[before + part] for part in PARTS} for before in ("", "next_"))
-    return step_of(row, now, after)
+    now, after = data.observation_of(row), data.observation_of(row, "next_")
+    return now, after, row["action"], row["reward"], row["done"], infos
 
 
 class Uniform(Buffer):
     """Uniform draws of dict observations."""
 
-    def __init__(self, columns: Columns, capacity: int):
-        self.buffer = self.make(capacity)
-        fill(self.buffer, columns)
-        num_rows = len(columns["done"])
-        for part in PARTS:
-            self.buffer.observations[part][:num_rows, 0] = columns[part]
-            self.buffer.next_observations[part][:num_rows, 0] = columns[f"next_{part}"]
+    kind: type[ReplayBuffer] = DictReplayBuffer
+    options: ClassVar[dict[str, Any]] = {}
 
-    def make(self, capacity: int) -> DictReplayBuffer:
-        return DictReplayBuffer(capacity, GOAL_SPACE, ACTION_SPACE, device=self.device)
+    def __init__(self, columns: Columns, capacity: int):
+        actions = spaces.Box(-1, 1, columns["action"].shape[1:], np.float32)
+        described = self.space_of(columns), actions
+        self.buffer = self.kind(capacity, *described, device=self.device, **self.options)
+        self.fill(columns)
+
+    def space_of(self, columns: Columns) -> spaces.Space:
+        return data.GOAL_SPACE
+
+    def fill(self, columns: Columns) -> None:
+        """Does what `add` would do row by row, which takes half a minute for a million."""
+        buffer, num_rows = self.buffer, len(columns["done"])
+        arrays = {"action": buffer.actions, "reward": buffer.rewards, "done": buffer.dones}
+        arrays["truncated"] = buffer.timeouts
+        for before in ("", "next_"):
+            stored = getattr(buffer, f"{before}observations")
+            stored = stored if isinstance(stored, dict) else {"observation": stored}
+            arrays |= {before + part: array for part, array in stored.items()}
+        for name, array in arrays.items():
+            array[:num_rows, 0] = columns[name]
+        buffer.full, buffer.pos = num_rows == buffer.buffer_size, num_rows % buffer.buffer_size
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
-        return [dict_step(row) for row in single_rows(rows)]
+        return [step_of(row) for row in data.single_rows(rows)]
 
     def write(self, prepared: list[tuple]) -> None:
         for step in prepared:
@@ -90,23 +65,28 @@ class Uniform(Buffer):
         return self.buffer.sample(batch_size)
 
     @staticmethod
-    def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        return (
-            {part: batch.observations[part].numpy(force=True) for part in PARTS}
-            | {f"next_{part}": batch.next_observations[part].numpy(force=True) for part in PARTS}
-            | {
-                "action": batch.actions.numpy(force=True),
-                "reward": batch.rewards.numpy(force=True)[:, 0],
-                "terminated": batch.dones.numpy(force=True)[:, 0] != 0,
-            }
-        )
+    def columns_of(batch: Any) -> Columns:
+        columns = {"action": batch.actions, "reward": batch.rewards}
+        if not isinstance(batch.observations, dict):
+            following = {"next_observation": batch.next_observations}
+            return as_columns(columns | following | {"observation": batch.observations})
+        following = {f"next_{part}": it for part, it in batch.next_observations.items()}
+        columns = as_columns(columns | following | batch.observations)
+        return columns | {"terminated": batch.dones.cpu().numpy()[:, 0] != 0}
 
 
 class Hindsight(Uniform):
     """Hindsight at sample time, from later steps of the episode."""
 
-    def __init__(self, columns: Columns, capacity: int):
-        super().__init__(columns, capacity)
+    kind = HerReplayBuffer
+    options = {
+        "env": RewardOnly(),
+        "n_sampled_goal": data.HINDSIGHT_GOALS,
+        "goal_selection_strategy": "future",
+    }
+
+    def fill(self, columns: Columns) -> None:
+        super().fill(columns)
         num_rows = len(columns["done"])
         starts = np.concatenate([[0], np.flatnonzero(columns["done"]) + 1])
         lengths, finished = np.diff(starts), starts[-1]
@@ -115,81 +95,36 @@ class Hindsight(Uniform):
         self.buffer.ep_start[finished:num_rows, 0] = finished
         self.buffer._current_ep_start[0] = finished % self.buffer.buffer_size
 
-    def make(self, capacity: int) -> HerReplayBuffer:
-        return HerReplayBuffer(
-            capacity,
-            GOAL_SPACE,
-            ACTION_SPACE,
-            RewardOnly(),
-            device=self.device,
-            n_sampled_goal=HINDSIGHT_GOALS,
-            goal_selection_strategy="future",
-        )
-
 
 class RecordLanes(Uniform):
     """Steps of eight environments at once, the rows of the data dealt out to them."""
 
-    def __init__(self, columns: Columns, capacity: int):
-        self.buffer = DictReplayBuffer(
-            capacity, GOAL_SPACE, ACTION_SPACE, device=self.device, n_envs=LANES
-        )
-        for step in lane_steps(columns):
-            self.write(self.prepare(take_rows(columns, *step)))
+    options = {"n_envs": data.LANES}
+
+    def fill(self, columns: Columns) -> None:
+        self.write(self.prepare(columns))
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
-        return [dict_step(take_rows(rows, *step)) for step in lane_steps(rows)]
+        return [step_of(data.take_rows(rows, *step)) for step in data.lane_steps(rows)]
 
 
-class Flat(Buffer):
+class Flat(Uniform):
     """Uniform draws of observations that are one array."""
 
-    def __init__(self, columns: Columns, capacity: int):
-        shape, dtype = columns["observation"].shape[1:], columns["observation"].dtype
-        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
-        action_space = spaces.Box(-1, 1, columns["action"].shape[1:], np.float32)
-        self.buffer = self.make(capacity, spaces.Box(low, high, shape, dtype.type), action_space)
-        fill(self.buffer, columns)
-        num_rows = len(columns["done"])
-        self.buffer.observations[:num_rows, 0] = columns["observation"]
-        self.buffer.next_observations[:num_rows, 0] = columns["next_observation"]
+    kind = ReplayBuffer
 
-    def make(
-        self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
-    ) -> ReplayBuffer:
-        return ReplayBuffer(capacity, observation_space, action_space, device=self.device)
-
-    @staticmethod
-    def prepare(rows: Columns) -> list[tuple]:
-        return [step_of(r, r["observation"], r["next_observation"]) for r in single_rows(rows)]
-
-    write, sample = Uniform.write, Uniform.sample
-
-    @staticmethod
-    def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        return {
-            "observation": batch.observations.numpy(force=True),
-            "action": batch.actions.numpy(force=True),
-            "next_observation": batch.next_observations.numpy(force=True),
-            "reward": batch.rewards.numpy(force=True)[:, 0],
-        }
+    def space_of(self, columns: Columns) -> spaces.Space:
+        observations = columns["observation"]
+        low, high = (0, 255) if observations.dtype == np.uint8 else (-np.inf, np.inf)
+        return spaces.Box(low, high, observations.shape[1:], observations.dtype.type)
 
 
 class NStep(Flat):
-    """The same, folded at sample time."""
+    """The same, with n-step returns that are computed at sample time."""
 
-    def make(
-        self, capacity: int, observation_space: spaces.Box, action_space: spaces.Box
-    ) -> NStepReplayBuffer:
-        return NStepReplayBuffer(
-            capacity,
-            observation_space,
-            action_space,
-            device=self.device,
-            n_steps=N_STEPS,
-            gamma=DISCOUNT,
-        )
+    kind = NStepReplayBuffer
+    options = {"n_steps": data.N_STEPS, "gamma": data.DISCOUNT}
 
 
 WORKS = {

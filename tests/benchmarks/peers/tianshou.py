@@ -7,34 +7,19 @@ import torch
 from tianshou.algorithm import Algorithm
 from tianshou.data import Batch, HERReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 
-from tests.benchmarks.data import (
-    DISCOUNT,
-    HINDSIGHT_GOALS,
-    N_STEPS,
-    PARTS,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    Columns,
-    goal_reward,
-    single_rows,
-)
-from tests.benchmarks.peers.base import Buffer
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
+from tests.benchmarks.peers.base import Buffer, as_columns
 
-TITLE = "tianshou"
+FLAGS = ("terminated", "truncated", "done")
 
 
 def to_batch(rows: Columns) -> Batch:
-    flat = "achieved_goal" not in rows
-    following = {part: rows[f"next_{part}"] for part in PARTS} if not flat else {}
+    now, after = data.observation_of(rows), data.observation_of(rows, "next_")
+    now, after = (Batch(it) if isinstance(it, dict) else it for it in (now, after))
+    flags = {name: rows[name] for name in FLAGS}
     return Batch(
-        obs=rows["observation"] if flat else Batch({part: rows[part] for part in PARTS}),
-        act=rows["action"],
-        rew=rows["reward"],
-        terminated=rows["terminated"],
-        truncated=rows["truncated"],
-        done=rows["done"],
-        obs_next=rows["next_observation"] if flat else Batch(following),
-        info=Batch(),
+        obs=now, obs_next=after, act=rows["action"], rew=rows["reward"], info=Batch(), **flags
     )
 
 
@@ -54,7 +39,7 @@ class Uniform(Buffer):
 
     @staticmethod
     def prepare(rows: Columns) -> list[Batch]:
-        return [to_batch(row)[0] for row in single_rows(rows)]
+        return [to_batch(row)[0] for row in data.single_rows(rows)]
 
     def write(self, prepared: list[Batch]) -> None:
         for step in prepared:
@@ -64,18 +49,12 @@ class Uniform(Buffer):
         return self.buffer.sample(batch_size)[0]
 
     @staticmethod
-    def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        columns = {
-            "action": batch.act,
-            "reward": batch.rew,
-            "terminated": batch.terminated,
-            "truncated": batch.truncated,
-            "done": batch.done,
-        }
-        if not isinstance(batch.obs, Batch):
-            return columns | {"observation": batch.obs, "next_observation": batch.obs_next}
-        columns |= {part: batch.obs[part] for part in PARTS}
-        return columns | {f"next_{part}": batch.obs_next[part] for part in PARTS}
+    def columns_of(batch: Any) -> Columns:
+        columns = {"action": batch.act, "reward": batch.rew} | {it: batch[it] for it in FLAGS}
+        for before, parts in (("", batch.obs), ("next_", batch.obs_next)):
+            named = parts.items() if isinstance(parts, Batch) else [("observation", parts)]
+            columns |= {before + part: values for part, values in named}
+        return as_columns(columns)
 
 
 class Hindsight(Uniform):
@@ -85,9 +64,9 @@ class Hindsight(Uniform):
         ends = np.flatnonzero(columns["done"])
         return HERReplayBuffer(
             capacity,
-            compute_reward_fn=goal_reward,
+            compute_reward_fn=data.goal_reward,
             horizon=int(np.diff(ends, prepend=-1).max()),
-            future_k=HINDSIGHT_GOALS + 1,
+            future_k=data.HINDSIGHT_GOALS + 1,
         )
 
 
@@ -101,24 +80,20 @@ class NStep(Uniform):
             batch.obs_next = buffer.obs_next[last_rows]
             return torch.zeros(len(last_rows))
 
-        Algorithm.compute_nstep_return(batch, self.buffer, rows, value, DISCOUNT, N_STEPS)
+        Algorithm.compute_nstep_return(batch, self.buffer, rows, value, data.DISCOUNT, data.N_STEPS)
         return batch
 
     @staticmethod
-    def columns_of(batch: Any) -> dict[str, np.ndarray]:
-        return {
-            "observation": batch.obs,
-            "action": batch.act,
-            "next_observation": batch.obs_next,
-            "reward": batch.returns.numpy()[:, 0],
-        }
+    def columns_of(batch: Any) -> Columns:
+        batch.rew = batch.returns
+        return Uniform.columns_of(batch)
 
 
 class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities."""
 
     def make(self, capacity: int, columns: Columns) -> PrioritizedReplayBuffer:
-        return PrioritizedReplayBuffer(capacity, PRIORITY_ALPHA, PRIORITY_BETA)
+        return PrioritizedReplayBuffer(capacity, data.PRIORITY_ALPHA, data.PRIORITY_BETA)
 
     def sample(self, batch_size: int) -> Batch:
         batch, rows = self.buffer.sample(batch_size)

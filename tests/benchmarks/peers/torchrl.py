@@ -1,6 +1,5 @@
 """TorchRL: its replay buffers over `LazyTensorStorage`."""
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import (
@@ -13,19 +12,9 @@ from torchrl.data import (
 from torchrl.data.replay_buffers.samplers import prioritized
 from torchrl.envs import MultiStepTransform
 
-from tests.benchmarks.data import (
-    DISCOUNT,
-    HINDSIGHT_GOALS,
-    N_STEPS,
-    PRIORITY_ALPHA,
-    PRIORITY_BETA,
-    SEQUENCE_STEPS,
-    Columns,
-    to_tensordict,
-)
-from tests.benchmarks.peers.base import Buffer
-
-TITLE = "TorchRL"
+from tests.benchmarks import data
+from tests.benchmarks.data import Columns
+from tests.benchmarks.peers.base import FLAGS, Buffer, as_columns
 
 
 def goal_reward(batch: TensorDictBase) -> torch.Tensor:
@@ -34,15 +23,13 @@ def goal_reward(batch: TensorDictBase) -> torch.Tensor:
     return (distance < 0.05**2).float() - 1
 
 
-def columns_of(batch: TensorDictBase) -> dict[str, np.ndarray]:
+def columns_of(batch: TensorDictBase) -> data.Columns:
     """Names the entries of a TED batch as the data does; shared with this package's adapter."""
     columns = {}
     for key, value in batch.items(include_nested=True, leaves_only=True):
         parts = (key,) if isinstance(key, str) else key
-        flag = parts[-1] in ("reward", "done", "terminated", "truncated")
-        name = parts[-1] if flag else "_".join(parts)
-        columns[name] = value.numpy(force=True)[:, 0] if flag else value.numpy(force=True)
-    return columns
+        columns[parts[-1] if parts[-1] in FLAGS else "_".join(parts)] = value
+    return as_columns(columns)
 
 
 class Uniform(Buffer):
@@ -52,7 +39,7 @@ class Uniform(Buffer):
         self.buffer = self.make(capacity)
         # MultiStepTransform takes memory that grows with the square of what is written at once.
         size = 1000 if columns["observation"].ndim == 2 else 100
-        for rows in to_tensordict(columns).split(size):
+        for rows in data.to_tensordict(columns).split(size):
             self.buffer.extend(rows)
 
     def make(self, capacity: int) -> TensorDictReplayBuffer:
@@ -60,7 +47,7 @@ class Uniform(Buffer):
 
     @staticmethod
     def prepare(rows: Columns) -> list[TensorDict]:
-        return list(to_tensordict(rows).unbind(0))
+        return list(data.to_tensordict(rows).unbind(0))
 
     def write(self, prepared: list[TensorDict]) -> None:
         for step in prepared:
@@ -79,7 +66,7 @@ class Hindsight(Uniform):
         # With rows on a GPU, sampling mixes devices up and raises.
         return HERReplayBuffer(
             goal_reward,
-            her_ratio=HINDSIGHT_GOALS / (HINDSIGHT_GOALS + 1),
+            her_ratio=data.HINDSIGHT_GOALS / (data.HINDSIGHT_GOALS + 1),
             strategy="future",
             storage=LazyTensorStorage(capacity),
         )
@@ -94,7 +81,7 @@ class NStep(Uniform):
     def make(self, capacity: int) -> TensorDictReplayBuffer:
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(capacity, device=self.device),
-            transform=MultiStepTransform(N_STEPS, DISCOUNT),
+            transform=MultiStepTransform(data.N_STEPS, data.DISCOUNT),
         )
 
     def write(self, prepared: list[TensorDict]) -> None:
@@ -107,8 +94,8 @@ class Prioritized(Uniform):
 
     def make(self, capacity: int) -> TensorDictPrioritizedReplayBuffer:
         return TensorDictPrioritizedReplayBuffer(
-            alpha=PRIORITY_ALPHA,
-            beta=PRIORITY_BETA,
+            alpha=data.PRIORITY_ALPHA,
+            beta=data.PRIORITY_BETA,
             storage=LazyTensorStorage(capacity, device=self.device),
         )
 
@@ -130,7 +117,7 @@ class Sequences(Uniform):
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(capacity, device=self.device),
             sampler=SliceSampler(
-                slice_len=SEQUENCE_STEPS, end_key=("next", "done"), cache_values=True
+                slice_len=data.SEQUENCE_STEPS, end_key=("next", "done"), cache_values=True
             ),
         )
 
@@ -140,7 +127,7 @@ class Extend(Uniform):
 
     @staticmethod
     def prepare(rows: Columns) -> TensorDict:
-        return to_tensordict(rows)
+        return data.to_tensordict(rows)
 
     def write(self, prepared: TensorDict) -> None:
         self.buffer.extend(prepared)
