@@ -68,7 +68,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def worker(threads: int, peers: list[str]) -> ProcessPoolExecutor:
     """Starts a fresh process: JAX reads its flags, and torch its threads, only once."""
-    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(threads)  # NPROC is for JAX.
+    for name in ("OMP_NUM_THREADS", "NPROC", "RAYON_NUM_THREADS"):  # of torch, JAX and rlox
+        os.environ[name] = str(threads)
     multi_threaded = "true" if threads > 1 else "false"
     os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen={multi_threaded}"
     return ProcessPoolExecutor(

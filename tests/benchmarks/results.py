@@ -25,6 +25,7 @@ DISTRIBUTIONS = (
     "tianshou",
     "flashbax",
     "jax",
+    "rlox",
 )
 
 

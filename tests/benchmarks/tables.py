@@ -27,6 +27,7 @@ TITLES = {
     "cpprb": "cpprb",
     "tianshou": "tianshou",
     "flashbax": "flashbax",
+    "rlox": "rlox",
     "compiled": "compiled function",
     "raw": "raw gather",
 }
@@ -42,7 +43,8 @@ NOTES = """
 Microseconds, medians; brackets contain the ratio to trl_storages. One step is written before each sample.
 cpprb chooses goals and computes n-step returns when it writes: it stores each transition five times for
 HER, and goals and n cannot change later. flashbax has no HER and no n-step returns; the benchmark
-computes returns from its sequences. The compiled function is a plain loop that returns the same batch and
+computes returns from its sequences. rlox has flat observations, returns arrays and relabels by a distance
+alone. The compiled function is a plain loop that returns the same batch and
 does nothing else; the raw gather copies as many bytes.
 """
 

@@ -1,7 +1,7 @@
 """One file a library: how it is filled, written to and sampled from, doing the same work.
 
-A file has a `TITLE` and `WORKS`, which maps the name of a work to a `Buffer`, as far as the library
-does it. The libraries are optional; one that is not installed is left out with a line of advice.
+A file has `WORKS`, which maps the name of a work to a `Buffer`, as far as the library does it. The
+libraries are optional; one that is not installed is left out with a line of advice.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from tests.benchmarks.peers.base import Buffer
 
 __all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
-PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "compiled", "raw")
+PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "rlox", "compiled", "raw")
 # Whose batches arrive on a GPU if one is asked for.
 ON_CUDA = ("ours", "torchrl", "sb3")
 
