@@ -435,6 +435,9 @@ PARTS = {
     "fewer rows than lanes": lambda: assemble(2, 3),
     "n of 0": lambda: library.NStep(0),
     "a discount of 2": lambda: library.NStep(3, 2.0),
+    "crops of one text": lambda: library.RandomCrop("observation"),
+    "a negative padding": lambda: library.RandomCrop(["observation"], -1),
+    "a probability of 2": lambda: library.RandomCrop(["observation"], probability=2),
     "no reward function": lambda: library.GoalRelabel(5),
     "flags without rewards": lambda: library.GoalRelabel(
         None, goal_key="actor_goal", terminated_fn=reward_fn

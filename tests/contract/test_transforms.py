@@ -2,7 +2,9 @@
 
 import multiprocessing
 import re
+from collections import Counter
 from functools import partial
+from itertools import product
 
 import gymnasium
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from contract.lanes import HISTORIES, Lanes, ends
 from contract.make import assemble, library, make_for
 from contract.steps import assert_batches, assert_same, reward_fn
+from scipy import stats
 from tensordict import TensorDict
 from torchrl.envs import GymEnv, GymWrapper, SerialEnv, TransformedEnv
 from torchrl.envs.utils import check_env_specs
@@ -266,6 +269,90 @@ class TestFlattenGoal:
         parts = {key: value for key, value in parts.items() if value is not None}
         with pytest.raises((KeyError, TypeError, ValueError)):
             library.FlattenGoal()(TensorDict(parts, [4]))
+
+
+@pytest.mark.requirement("her-rewrite")
+class TestRandomCrop:
+    KEYS = ["observation", ("next", "observation"), "goal"]
+
+    def storage(self, *transforms, place="memory", shape=(5, 7), **parts):
+        """Random images; the goal of a transition is the first observation of its episode."""
+
+        class Goal(library.ReplayTransform):
+            def replay(self, rows):
+                first = rows.episodes.shift(rows.slots, -rows.episodes.num_before(rows.slots))
+                rows["goal"] = rows.at(first)["observation"]
+
+        images = np.random.default_rng(0).integers(0, 256, (2, 12, *shape), np.uint8)
+        images, done = torch.from_numpy(images), torch.arange(12).view(-1, 1) % 4 == 3
+        flags = {"done": done, "terminated": done, "truncated": done & ~done}
+        steps = {"observation": images[0], "next": {"observation": images[1], **flags}}
+        parts = {"place": place, "on_gap": "ignore", "transform": [Goal(), *transforms], **parts}
+        storage = assemble(12, **parts)
+        storage.extend(TensorDict(steps, [12]))
+        return storage
+
+    def shifts(self, batch, plain, padding, channels_last=False):
+        """The shift of each sample: the only one of NumPy's that all of its images have."""
+        images, shifted = (
+            torch.stack([it[key] for key in self.KEYS], 1).numpy() for it in (plain, batch)
+        )
+        if not channels_last:  # [B, 3, ..., H, W] becomes [B, 3, H, W, ...]
+            images, shifted = (np.moveaxis(it, (-2, -1), (2, 3)) for it in (images, shifted))
+        height, width = images.shape[2:4]
+        pads = [(0, 0), (0, 0), (padding, padding), (padding, padding)]
+        pads += [(0, 0)] * (images.ndim - 4)
+        padded, shifts = np.pad(images, pads, mode="edge"), {}
+        for y, x in product(range(2 * padding + 1), repeat=2):
+            is_same = padded[:, :, y : y + height, x : x + width] == shifted
+            shifts |= dict.fromkeys(np.flatnonzero(is_same.reshape(len(batch), -1).all(1)), (y, x))
+        return [shifts[number] for number in range(len(batch))]
+
+    @pytest.mark.parametrize(
+        ("shape", "channels_last"),
+        [((5, 7), False), ((3, 5, 7), False), ((2, 3, 5, 7), False), ((5, 7, 3), True)],
+    )
+    def test_all_images_of_a_transition_are_shifted_alike(self, place, shape, channels_last):
+        crop = library.RandomCrop(self.KEYS, 2, channels_last=channels_last)
+        plain, batch = (
+            self.storage(*transforms, place=place, shape=shape).sample(400)
+            for transforms in ((), (crop,))
+        )
+        assert torch.equal(batch["index"], plain["index"])
+        shifts = Counter(self.shifts(batch, plain, 2, channels_last))
+        assert len(shifts) == 25
+        assert stats.chisquare([*shifts.values()]).pvalue > 1e-4
+
+    def test_transitions_of_a_sequence_share_the_shift(self):
+        unit, crop = {"sample_unit": library.EpisodeSequence(3)}, library.RandomCrop(self.KEYS)
+        plain, batch = (self.storage(*it, **unit).sample(300) for it in ((), (crop,)))
+        shifts = self.shifts(batch, plain, 4)
+        assert shifts[::3] == shifts[1::3] == shifts[2::3]
+        assert len({*shifts}) > 40
+
+    def test_probability_is_that_of_a_batch(self):
+        crop = library.RandomCrop(self.KEYS, 2)
+        storage = self.storage(crop)
+        images, num_cropped = storage[:]["observation"], 0
+        for crop.probability in (0, 1, *[0.25] * 400):
+            batch = storage.sample(20)
+            is_cropped = (batch["observation"] != images[batch["index"]]).flatten(1).any(1)
+            assert is_cropped.any() <= (crop.probability > 0)
+            assert is_cropped.any() >= (crop.probability == 1)
+            num_cropped += bool(is_cropped.any()) and crop.probability == 0.25
+        assert stats.binomtest(num_cropped, 400, 0.25).pvalue > 1e-4
+
+    def test_a_seed_samples_the_same_crops(self, place):
+        crops = [library.RandomCrop(self.KEYS) for _ in range(2)]
+        storages = [self.storage(crop, place=place) for crop in crops]
+        for size in (5, 9):
+            assert_batches(*(storage.sample(size) for storage in storages))
+        storages[0].load_state_dict(storages[1].state_dict())
+        assert_batches(*(storage.sample(9) for storage in storages))
+
+    def test_a_missing_image_is_named(self):
+        with pytest.raises(KeyError, match="camera"):
+            self.storage(library.RandomCrop(["camera"])).sample(4)
 
 
 class TestAudit:

@@ -128,7 +128,7 @@ class SamplingPipeline:
         if self._unit is not None:
             slots, info = self._unit.expand(slots, info, view)
         info[keys.INDEX] = slots
-        rows = BatchRows(view, slots, info)
+        rows = BatchRows(view, slots, info, self._storage.generator)
         for prepare in self._prepares:
             prepare(rows)
         for replay in self._replays:

@@ -109,9 +109,11 @@ class BatchRows(Rows):
         view: the storage, as of the moment at which the batch is sampled.
         slots: `[B]` int64, on the host.
         drawn: entries of the sampler, such as `goal_index`, on the host.
+        generator: random numbers of the buffer, on the host; None is torch's default generator.
 
     Attributes:
         drawn: the argument; `rows[key]` returns its values on `device`.
+        generator: the argument, for transforms that draw random numbers.
         steps: the transitions whose rewards and flags transforms change: `window`, else these.
         window: the n-step window of each transition, `[n, B]`, until `NStep` has computed returns; else
             None. Beyond the end of an episode a window repeats the episode's last transition.
@@ -120,10 +122,14 @@ class BatchRows(Rows):
     """
 
     def __init__(
-        self, view: StorageView, slots: torch.Tensor, drawn: Mapping[NestedKey, torch.Tensor]
+        self,
+        view: StorageView,
+        slots: torch.Tensor,
+        drawn: Mapping[NestedKey, torch.Tensor],
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(view, slots)
-        self.drawn = drawn
+        self.drawn, self.generator = drawn, generator
         self.changes = dict(drawn) if self.is_on_host else sent_together(drawn, self.device)
         self.steps: Rows = self
         self.window: Rows | None = None
