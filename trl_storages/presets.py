@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partialmethod
-from inspect import signature
+from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import gymnasium
 import torch
@@ -66,6 +66,7 @@ _SYNONYMS = {
     "strategy=": "goal_selection_strategy",
 }
 
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 AnySpace: TypeAlias = "Space[Any] | TensorSpec"
 #: Key -> (dtype, shape). Keys are `Any`, as a `dict[str, ...]` is no `Mapping[NestedKey, ...]`.
 Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
@@ -74,6 +75,19 @@ Fields = Mapping[Any, tuple[torch.dtype, Sequence[int]]]
 def _with(make: Callable[Options, None], **defaults: Any) -> Callable[Options, None]:
     """Returns a constructor with other defaults."""
     return partialmethod(make, **defaults)  # type: ignore[return-value]
+
+
+def _with_keywords_of(base: Callable[..., None]) -> Callable[[Constructor], Constructor]:
+    """Decorates a constructor, whose `**options` are shown as the keywords of the `base`."""
+
+    def decorate(construct: Constructor) -> Constructor:
+        *own, _ = signature(construct).parameters.values()
+        names = {parameter.name for parameter in own}
+        inherited = [it for it in signature(base).parameters.values() if it.name not in names]
+        construct.__signature__ = Signature([*own, *inherited])  # type: ignore[attr-defined]
+        return construct
+
+    return decorate
 
 
 class UniformReplayStorage(ReplayStorage):
@@ -153,9 +167,6 @@ class UniformReplayStorage(ReplayStorage):
     torch.Size([2, 4])
     """
 
-    # Chooses goals, and writes them; set by HERReplayStorage.
-    _goals: tuple[HERSampler, GoalRelabel] | None = None
-
     @renamed(_SYNONYMS)
     def __init__(
         self,
@@ -205,10 +216,6 @@ class UniformReplayStorage(ReplayStorage):
         if eta != 1:
             recent.base, sampler = sampler, recent
         transforms: list[Any] = [NStep(n_step, discount, reward_key=reward_key)]
-        if self._goals is not None:
-            hindsight, relabel = self._goals
-            hindsight.base, sampler = sampler, hindsight
-            transforms = [relabel, *transforms]
         transforms += [] if transform is None else [transform]
         rows = PackedStorage(
             size,
@@ -294,10 +301,6 @@ def _check_reward(env: EnvBase) -> None:
             "writer=EpisodeWriter(num_envs), transform=NStep(n_step, reward_key=('next', 'agents', "
             "'reward'))). Or append a transform to the environment that writes the sum as 'reward'."
         )
-
-
-# The keywords of all presets.
-_KEYWORDS = signature(UniformReplayStorage).parameters.keys()
 
 
 def _fields(
@@ -456,6 +459,7 @@ class HERReplayStorage(UniformReplayStorage):
     """
 
     @renamed(_SYNONYMS)
+    @_with_keywords_of(UniformReplayStorage.__init__)
     def __init__(
         self,
         observation_space: AnySpace,
@@ -466,54 +470,32 @@ class HERReplayStorage(UniformReplayStorage):
         strategy: Any = "future",
         num_goals: float = 4,
         audit: bool = True,
-        storage_size: int = 1_000_000,
-        num_envs: int = 1,
-        batch_size: int = 256,
-        device: torch.device | str = "cpu",
-        path: str | Path | None = None,
-        mode: str = "r+",
-        n_step: int = 1,
-        discount: float = 0.99,
-        reward_key: NestedKey | list[NestedKey] = keys.REWARD,
-        alpha: float = 0.0,
-        beta: float = 0.4,
-        eta: float = 1.0,
-        c_min: int = 5000,
-        sample_unit: Any = None,
-        transform: Transform | Callable[..., Any] | None = None,
-        frame_stack: int | Mapping[Any, FrameStack] | None = None,
-        compress: bool = False,
-        extra_fields: Fields | None = None,
-        info_keys: InfoKeys = (),
-        autoreset_mode: AutoresetMode | str | None = None,
-        on_gap: str = "cut",
-        max_entries: int | None = None,
-        fresh: bool = False,
-        cold: bool | None = None,
-        prefetch: int = 0,
-        seed: int | None = None,
-        service_backend: str | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _KEYWORDS}
-        there: Any = observation_space if isinstance(observation_space, Dict | Composite) else {}
-        names, goals = [*there.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
-        if missing := [key for key in goals if key not in names]:
-            raise KeyError(
-                f"observation_space must be a dict with {missing} for HER; it has {names}. For a dataset "
-                "pass goal_fn= to from_arrays, which computes goals."
-            )
-        for key in goals:
-            if isinstance(there[key], Dict | Composite):
-                raise TypeError(
-                    f"{key} must be one array, got a dictionary of {[*there[key].keys()]}. Flatten both "
-                    "goals in a gymnasium.ObservationWrapper, as by gymnasium.spaces.flatten(space, "
-                    "goal), and pass a reward_fn of flattened goals [B, G], which slices them along the "
-                    "last dimension."
-                )
-        sampler = HERSampler(strategy, num_goals)
-        sampler.discount = discount
-        infos = validation.keys("info_keys", info_keys)
+        _check_goals(observation_space)
+        infos = validation.keys("info_keys", options.get("info_keys", ()))
         relabel = GoalRelabel(reward_fn, terminated_fn=terminated_fn, info_keys=infos, audit=audit)
-        self._goals = sampler, relabel
-        super().__init__(**given)
+        sampler = HERSampler(strategy, num_goals)
+        super().__init__(observation_space, action_space, **options)
+        sampler.base, sampler.discount = self._sampler, self.discount
+        self.set_sampler(sampler)
+        self.insert_transform(0, relabel)
+
+
+def _check_goals(observation_space: AnySpace) -> None:
+    """Raises an error unless the space has two goals, each of them one array."""
+    there: Any = observation_space if isinstance(observation_space, Dict | Composite) else {}
+    names, goals = [*there.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
+    if missing := [key for key in goals if key not in names]:
+        raise KeyError(
+            f"observation_space must be a dict with {missing} for HER; it has {names}. For a dataset "
+            "pass goal_fn= to from_arrays, which computes goals."
+        )
+    for key in goals:
+        if isinstance(there[key], Dict | Composite):
+            raise TypeError(
+                f"{key} must be one array, got a dictionary of {[*there[key].keys()]}. Flatten both "
+                "goals in a gymnasium.ObservationWrapper, as by gymnasium.spaces.flatten(space, "
+                "goal), and pass a reward_fn of flattened goals [B, G], which slices them along the "
+                "last dimension."
+            )

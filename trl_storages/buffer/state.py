@@ -25,6 +25,7 @@ from trl_storages.settings import Setting
 
 __all__ = ["component_states", "prepare_load", "prepare_load_components", "resume"]
 
+_COMPONENT = ("kind", "parameters", "state")
 _REST = ("parts", "writer", "recorder", "generator", "cursors")
 
 
@@ -65,8 +66,10 @@ def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False)
     components = storage.components()
     if not isinstance(parts, list) or (len(parts) != len(components) and not reopened):
         raise ValueError(f"the state must have {len(components)} components: nothing changed.")
-    pairs = zip(components, parts, strict=not reopened)
-    adopts = [_prepare_load_component(component, part, reopened) for component, part in pairs]
+    if reopened:
+        adopts = _prepare_load_samplers(components, parts)
+    else:
+        adopts = [*map(_prepare_load_component, components, parts)]
     adopts.append(_prepare_load_generator(storage, generator))
     if not isinstance(cursors, list) or not all(type(cursor) is int for cursor in cursors):
         raise ValueError("cursors must be a list of integers: nothing changed.")
@@ -112,17 +115,28 @@ def _parameters(component: Any) -> dict[str, Setting]:
     return {name: it for name, it in settings if isinstance(it, Setting) and it.is_saved}
 
 
-def _prepare_load_component(component: Any, state: Any, reopened: bool) -> Adopt:
-    names = ("kind", "parameters", "state")
-    kind, values, state = required_items("a component", state, names)
-    is_sampler, is_same = isinstance(component, ReplaySampler), kind == type(component).__name__
-    if reopened:
-        return component.prepare_load(state) if is_sampler and is_same else all_of()
-    if not is_same:
+def _prepare_load_samplers(components: list[Any], parts: list[Any]) -> list[Adopt]:
+    """Checks the states of samplers, each for the sampler of the same class, and ignores all others."""
+    states: dict[str, list[Any]] = {}
+    for part in parts:
+        kind, _, state = required_items("a component", part, _COMPONENT)
+        states.setdefault(kind, []).append(state)
+    adopts = []
+    for sampler in components:
+        same_kind = states.get(type(sampler).__name__)
+        if same_kind and isinstance(sampler, ReplaySampler):
+            adopts.append(sampler.prepare_load(same_kind.pop(0)))
+    return adopts
+
+
+def _prepare_load_component(component: Any, state: Any) -> Adopt:
+    kind, values, state = required_items("a component", state, _COMPONENT)
+    if kind != type(component).__name__:
         raise ValueError(
             f"the state must belong to a {type(component).__name__}, got {validation.shown(kind)}: "
             "nothing changed."
         )
+    is_sampler = isinstance(component, ReplaySampler)
     prepare = component.prepare_load if is_sampler else partial(_prepare_load_module, component)
     adopt_state = prepare(state)
     parameters, trial = _parameters(component), object.__new__(type(component))
