@@ -20,6 +20,15 @@ def results(tutorial):
     return tutorial("guide_results")
 
 
+def test_each_drawn_picture_is_shown_in_a_guide(tutorial, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra 'tutorials'")
+    tutorial("pictures").main(tmp_path)
+    pages = "".join(page.read_text() for page in TUTORIALS.glob("*.md"))
+    drawn = [path.name for path in tmp_path.iterdir()]
+    assert drawn
+    assert [name for name in drawn if f"](images/{name})" not in pages] == []
+
+
 # Offline, with two goals a batch.
 
 
