@@ -1,11 +1,17 @@
 """The guides run as readers run them, and end with agents that learn."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+
+from trl_storages.datasets import from_arrays
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 
@@ -70,6 +76,103 @@ def test_with_a_mixture_of_goals_values_rise_all_along_the_way_through_the_maze(
     with torch.no_grad():
         values = learner.value(torch.cat([standing, goal], -1)).squeeze(-1)
     assert (values.diff() > 0).all(), values
+
+
+# OGBench: files of the same form with unequal trajectories, in which a state is the number of its row.
+
+ROWS, DISCOUNT = [9, 3, 14, 2], 0.8
+ENDS = np.cumsum(ROWS) - 1
+
+
+@pytest.fixture
+def ogbench(tmp_path, monkeypatch):
+    """The names that the section of the guide defines, and a file."""
+    monkeypatch.chdir(tmp_path)
+    page = (TUTORIALS / "datasets.md").read_text().partition("\n## OGBench\n")[2]
+    names = {"np": np, "from_arrays": from_arrays}
+    for block in re.findall(r"^```python\n(.*?)^```", page.partition("\n## ")[0], re.M | re.S):
+        exec(block, names)
+    rows = np.arange(sum(ROWS), dtype=np.float32)[:, None]
+    np.savez("rows.npz", observations=rows, actions=rows, terminals=np.isin(rows[:, 0], ENDS))
+    return SimpleNamespace(**names)
+
+
+def rows_of(batch, *keys):
+    return [batch[key].flatten().int().numpy() for key in keys]
+
+
+def last_goals(is_last_a_goal):
+    """Returns the rows that have a next row, and the last row of each that is a goal."""
+    rows = np.setdiff1d(np.arange(sum(ROWS)), ENDS)
+    return rows, ENDS[np.searchsorted(ENDS, rows)] - (not is_last_a_goal)
+
+
+def goals_of_ogbench(size, p_current, p_random, is_geometric, is_last_a_goal):
+    """Draws rows and their goals by the law of OGBench's GCDataset.
+
+    A goal is the row itself with probability p_current, any row with probability p_random, or else a
+    later row of the trajectory, if there is one: by a geometric number of steps that ends at the last
+    goal, or by a uniform distance that is rounded.
+    """
+    rng, (rows, last) = np.random.default_rng(0), last_goals(is_last_a_goal)
+    random, numbers = rng.choice(rows, size), rng.integers(len(rows), size=size)
+    rows, last = rows[numbers], last[numbers]
+    later = np.minimum(rows + rng.geometric(1 - DISCOUNT, size), last)
+    if not is_geometric:
+        share = rng.random(size)
+        later = np.rint(share * np.minimum(rows + 1, last) + (1 - share) * last).astype(int)
+    goals = np.where(rng.random(size) < p_random / (1 - p_current), random, later)
+    return rows, np.where(rng.random(size) < p_current, rows, goals)
+
+
+def assert_same_law(*draws):
+    counts = [np.bincount(rows * sum(ROWS) + goals, minlength=900) for rows, goals in draws]
+    counts = np.array(counts)[:, np.any(counts, 0)]
+    assert (counts > 0).all()
+    assert stats.chi2_contingency(counts).pvalue > 1e-4
+
+
+def test_goals_of_the_value_follow_the_law_of_ogbench(ogbench):
+    share = 0.5 / DISCOUNT
+    mixture = {"geometric": share, "random": 0.3, "current": 0.7 - share}
+    buffer = ogbench.load("rows.npz", seed=0)
+    batch = ogbench.add_goals(buffer, mixture, ogbench.ValueGoals(), DISCOUNT).sample(200_000)
+    rows, goals = rows_of(batch, "observation", "value_goal")
+    others = goals_of_ogbench(200_000, 0.2, 0.3, is_geometric=True, is_last_a_goal=False)
+    assert_same_law((rows, goals), others)
+    assert ((rows == goals) == batch["next", "terminated"].flatten().numpy()).all()
+    assert ((rows == goals) - 1 == batch["next", "reward"].flatten().numpy()).all()
+
+
+def test_goals_of_the_actor_are_uniform_and_those_of_ogbench_are_rounded(ogbench):
+    buffer = ogbench.load("rows.npz", seed=0)
+    batch = ogbench.add_goals(buffer, "future", ogbench.ActorGoals()).sample(200_000)
+    others = goals_of_ogbench(200_000, 0, 0, is_geometric=False, is_last_a_goal=True)
+    for pairs, end in ((rows_of(batch, "observation", "actor_goal"), 1), (others, 0.5)):
+        law = {}  # (row, goal) -> probability, where the nearest and the farthest goal weigh `end`
+        for row, last in np.transpose(last_goals(True)).tolist():
+            weights = np.ones(last - row)
+            weights[[0, -1]] = end
+            law |= {(row, row + 1 + n): w / weights.sum() for n, w in enumerate(weights)}
+        counts = Counter(zip(*(it.tolist() for it in pairs), strict=True))
+        assert counts.keys() == law.keys()
+        expected = np.array([*law.values()]) * 200_000 / sum(law.values())
+        assert stats.chisquare([counts[pair] for pair in law], expected).pvalue > 1e-4
+
+
+def test_subgoals_are_k_steps_ahead_and_do_not_pass_the_goal(ogbench):
+    mixture, subgoals = {"future": 0.5, "random": 0.5}, ogbench.Subgoals()
+    buffer = ogbench.add_goals(ogbench.load("rows.npz", seed=0), mixture, ogbench.ActorGoals())
+    buffer.append_transform(subgoals)
+    for subgoals.k in (1, 4, 25):
+        batch = buffer.sample(5_000)
+        rows, goals = rows_of(batch, "observation", "actor_goal")
+        low, target = rows_of(batch, "low_actor_goal", "high_actor_target")
+        last = ENDS[np.searchsorted(ENDS, rows)]
+        assert (low == np.minimum(rows + subgoals.k, last)).all()
+        is_ahead = (rows < goals) & (goals <= last)
+        assert (target == np.where(is_ahead, np.minimum(low, goals), low)).all()
+        assert 2_500 < is_ahead.sum() < 4_000
 
 
 # Recurrent.

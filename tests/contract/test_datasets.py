@@ -56,6 +56,9 @@ def test_both_forms_of_ogbench_are_the_same_transitions(form):
     assert rows["action"].flatten().tolist() == [0, 10, 20, 40, 50, 60]
     assert rows["next", "achieved_goal"].flatten().tolist() == [1, 2, 3, 5, 6, 7]
     assert rows["desired_goal"].flatten().tolist() == [3, 3, 3, 7, 7, 7]
+    plain = datasets.from_arrays(data)  # goals may also be read from the observations
+    assert seen(plain) == seen(storage)
+    assert plain[:]["next", "reward"].isnan().all()
 
 
 def d4rl(num_rows=9, **entries):

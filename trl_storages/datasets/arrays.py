@@ -74,8 +74,9 @@ def from_arrays(
 
     `terminals` are terminal states, except in OGBench's data. There `terminals` mark the ends of episodes
     and `masks` the terminal states. Data with `masks`, and data with neither rewards nor `timeouts`, are
-    read as OGBench's. If `terminals` are only ends in other data, pass `ends=data.pop("terminals")`. The
-    same holds for OGBench's data with added rewards and without `masks`.
+    read as OGBench's; rewards are NaN if they are neither in the data nor computed. If `terminals` are
+    only ends in other data, pass `ends=data.pop("terminals")`. The same holds for OGBench's data with
+    added rewards and without `masks`.
 
     `is_terminal`, without `next_observations`, marks terminal observations, as in RLDS: the step before
     leads to the terminal observation, and the marked step only supplies that observation. With
@@ -132,7 +133,9 @@ def from_arrays(
             raise KeyError(f"ends must be flags, or the name of one of {[*fields]}, got {ends!r}.")
         ends = fields.pop(key)
     _check_flags(arrays, {*map(keys.info_key, infos), *(options.get("extra_fields") or ())}, ends)
-    if REWARD not in fields and goal_fn is None and options.get("reward_fn") is None:
+    is_ogbench = "terminals" in fields and "timeouts" not in fields  # data without rewards
+    has_goals = goal_fn is not None or options.get("reward_fn") is not None
+    if REWARD not in fields and not has_goals and not is_ogbench:
         raise KeyError(
             f"data must have the array 'rewards', got {[*fields]}. To compute rewards, pass goals (or "
             "goal_fn=) and a preset with reward_fn=."
