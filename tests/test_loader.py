@@ -51,10 +51,10 @@ def pixels(kind, path, **options):
     return kind(PixelEnv.observation_space, PixelEnv.action_space, **options)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_one_process_acts_and_many_sample_pixels(tmp_path, keep):
+@pytest.mark.parametrize(("keep", "compress"), [(True, True), (False, False)])
+def test_one_process_acts_and_many_sample_pixels(tmp_path, keep, compress):
     env, path = PixelEnv(), tmp_path / "replay"
-    storage = pixels(NStepReplayStorage, path, n_step=3, discount=0.5)
+    storage = pixels(NStepReplayStorage, path, n_step=3, discount=0.5, compress=compress)
     # Workers that are started before there are rows wait for them.
     batches = iter(storage.loader(2, pin_memory=True, seed=0, **FORK))
     act(env, storage, 40)

@@ -224,6 +224,18 @@ def test_from_arrays_and_several_environments():
         assert_same(lanes["compressed"][:], lanes["mixed"][:])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ensembles_of_compressed_and_plain_storages_sample_the_same_batches(kind):
+    digests = []
+    for flags in ((False, False), (True, False), (True, True)):
+        storages = [made(kind, compress=it, seed=seed) for seed, it in enumerate(flags)]
+        for seed, storage in enumerate(storages):
+            storage.extend(game(90, seed))
+        ensemble = library.ReplayStorageEnsemble(*storages, batch_size=9)
+        digests.append(digest(ensemble, 20))
+    assert digests[0] == digests[1] == digests[2]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_that_share_memory_write_in_turn():
     storage, plain, parts = made(compress=True).share(), made(), [game(40, it) for it in range(4)]
