@@ -13,6 +13,7 @@ from trl_storages import (
     HERReplayStorage,
     NStepReplayStorage,
     PrioritizedReplayStorage,
+    RandomCrop,
     UniformReplayStorage,
 )
 
@@ -40,6 +41,7 @@ RECIPES = {
         GOALS,
         {"reward_fn": near, "n_step": 3, "alpha": 0.6, "eta": 0.997, "c_min": 10},
     ),
+    "crops": (UniformReplayStorage, PIXELS, {"transform": RandomCrop(["observation"], 2)}),
     "stacks": (PrioritizedReplayStorage, PIXELS, {"frame_stack": 4, "n_step": 3}),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -117,7 +119,7 @@ def test_recorded_and_drawn(recipe, num_steps):
     assert_same_batches(expected, storage)
 
 
-@pytest.mark.parametrize("recipe", ["uniform", "n-step", "recency", "hindsight"])
+@pytest.mark.parametrize("recipe", ["uniform", "n-step", "recency", "hindsight", "crops"])
 def test_draws_do_not_wait(recipe):
     storage = make(recipe, "cuda")
     play(recipe, 20, storage)
