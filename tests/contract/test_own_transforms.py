@@ -5,6 +5,7 @@ import torch
 from contract.lanes import HISTORIES
 from contract.make import assemble, library
 from contract.steps import assert_same
+from torchrl.envs.transforms import Compose
 
 NStep = library.NStep
 
@@ -95,6 +96,24 @@ def test_mistakes_raise(name):
 def test_a_function_that_returns_nothing_raises():
     with pytest.raises(TypeError, match="result of a transform"):
         drawn(lambda batch: None)
+
+
+def test_transforms_of_a_nested_compose_and_later_ones_apply():
+    history = HISTORIES["lanes"]
+    storage = assemble(history.size, history.lanes, transform=[Compose(own(halve)), own(halve)])
+    history.write(storage)
+
+    def assert_scaled(factor):
+        batch = storage.sample(64)
+        torch.testing.assert_close(
+            batch["next", "reward"], storage[batch["index"]]["next", "reward"] * factor
+        )
+
+    assert_scaled(1 / 4)
+    storage.transform.append(Compose(own(halve)))
+    assert_scaled(1 / 8)
+    storage.transform.transforms[0] = own(lambda rows: None)
+    assert_scaled(1 / 4)
 
 
 def test_two_windows_raise():

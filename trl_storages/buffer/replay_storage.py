@@ -24,11 +24,10 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
-from trl_storages import keys, validation
+from trl_storages import validation
 from trl_storages.buffer.explain import Explanation, explain, reduce_priorities, sampled_priorities
 from trl_storages.buffer.loader import make_loader
 from trl_storages.buffer.prefetch import Prefetcher
-from trl_storages.buffer.reading import read, sample_episodes
 from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
     component_states,
@@ -198,9 +197,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
         self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
-        self._pipeline = self._new_pipeline()
         # The number of batches that this object has sampled, and of transitions in them.
         self._num_sampled = [0, 0]
+        self._pipeline = self._new_pipeline()
         writer.register_storage(storage)
         if (prioritized := self._prioritized) is not None:
             prioritized.priorities_of(storage.view())
@@ -547,7 +546,18 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             IndexError: a slot holds no transition.
         """
         with self._replay_lock, self._write_lock:
-            return read(self._storage, index)
+            if isinstance(index, tuple | str):
+                return self[:][validation.key("index", index)]
+            if isinstance(index, slice):
+                view = self._storage.view()
+                slots = torch.from_numpy(view.episodes.slots_by_age().numpy()[index].copy())
+                batch, overwritten = view.read(slots), view.overwritten(slots)
+                return batch if overwritten is None else batch[~overwritten]
+            slots = validation.values("index", index)
+            is_mask = slots.dtype is torch.bool
+            return self._storage.get(
+                validation.slots(slots.nonzero().squeeze(-1) if is_mask else slots)
+            )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Raises a RuntimeError: transitions are not overwritten in place."""
@@ -630,7 +640,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             if self._prefetch_queue.number:  # so that a seed samples the same batches
                 self.synchronize()
             with self._replay_lock, self._write_lock:
-                batch, info = self._sample(size)
+                batch, info = self._pipeline.sample(size)
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
@@ -650,20 +660,14 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 return False
         return True
 
-    def _sample(self, batch_size: int) -> tuple[TensorDictBase, dict[Any, Any]]:
-        if self._storage.is_evicting_early:
-            self._storage.warn_of_early_eviction()
-        batch, info = self._pipeline.sample(batch_size)
-        self._num_sampled[0] += 1
-        self._num_sampled[1] += info[keys.INDEX].numel()
-        return batch, info
-
     def _new_pipeline(self) -> SamplingPipeline:
-        return SamplingPipeline(self._storage, self._sampler, self._unit, self._transform)
+        return SamplingPipeline(
+            self._storage, self._sampler, self._unit, self._transform, self._num_sampled
+        )
 
     def _prefetch(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
         with self._replay_lock, self._write_lock:
-            batch, info = self._sample(self._batch_size)  # type: ignore[arg-type]
+            batch, info = self._pipeline.sample(self._batch_size)  # type: ignore[arg-type]
             return batch, info, self._sampler.ran_out
 
     def sample_share(self, batch_size: int) -> TensorDictBase:
@@ -671,10 +675,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         sampler = self._prioritized
         with self._replay_lock, self._write_lock:
             if sampler is None:
-                return self._sample(batch_size)[0]
+                return self._pipeline.sample(batch_size)[0]
             normalize, sampler.normalize = sampler.normalize, "none"
             try:
-                return self._sample(batch_size)[0]
+                return self._pipeline.sample(batch_size)[0]
             finally:
                 sampler.normalize = normalize
 
@@ -694,13 +698,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         # Not while batches are prefetched, so that a seed samples the same episodes.
         ahead = self._prefetch_queue
         with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            batch = sample_episodes(self._storage, n, self._rng)
-            self._num_sampled[0] += 1
-            self._num_sampled[1] += batch.numel()
-            with dispatch_td_nn_modules(True):
-                for transform in self._pipeline.batch_transforms:
-                    batch = transform(batch)
-            return batch
+            return self._pipeline.sample_episodes(n, self._rng)
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1

@@ -1,11 +1,10 @@
 """The steps that make a batch: sampler, sample unit, transforms.
 
-Letters: B batch, S steps of a sequence.
+Letters: B batch, S steps of a sequence, n episodes of T steps.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import expand_as_right
+from torch.nn import ModuleList
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import keys
-from trl_storages.samplers import EpisodeSequence, HERSampler, ReplaySampler
+from trl_storages.samplers import EpisodeSequence, HERSampler, ReplaySampler, layers_of
 from trl_storages.storage import BatchRows, PackedStorage, StorageView
 from trl_storages.torchrl_compat import dispatch_td_nn_modules, reject_torchrl_components
 from trl_storages.transforms import GoalRelabel, ReplayTransform, transforms_in
@@ -26,7 +26,7 @@ __all__ = ["SamplingPipeline"]
 
 #: Entries that a sampler adds to a batch, key -> `[B, ...]` on the host.
 Info = dict[Any, torch.Tensor]
-# The number of stored transitions from which on reward functions are audited.
+# The number of written transitions from which on reward functions are audited.
 _MIN_STEPS_TO_AUDIT = 1000
 
 
@@ -38,6 +38,7 @@ class SamplingPipeline:
         sampler: chooses slots; the slots of a sampler that is not a `ReplaySampler` are checked.
         unit: expands slots to sequences; None leaves them.
         transform: all transforms. Others may be added to it at any time.
+        num_sampled: the numbers of sampled batches and transitions, to which this object adds.
 
     Raises:
         TypeError: a transform is one of TorchRL's that would be wrong over lanes of episodes.
@@ -49,21 +50,23 @@ class SamplingPipeline:
         sampler: Sampler,
         unit: EpisodeSequence | None,
         transform: Compose,
+        num_sampled: list[int],
     ) -> None:
         self._storage, self._unit, self._transform = storage, unit, transform
-        layers = sampler.layers if isinstance(sampler, ReplaySampler) else []
+        self._num_sampled = num_sampled
+        is_own = isinstance(sampler, ReplaySampler)
         self._choose: Callable[..., tuple[torch.Tensor, Info]] = (
-            sampler.sample_view if layers else partial(_choose_live, sampler, storage)
+            sampler.sample_view if is_own else partial(_choose_live, sampler, storage)
         )
-        self._goal_samplers = {it.goal_key: it for it in layers if isinstance(it, HERSampler)}
-        # The public accessors of a module take several times as long.
-        self._modules = transform._modules["transforms"]._modules
+        goal_samplers = [it for it in layers_of(sampler) if isinstance(it, HERSampler)]
+        self._goal_samplers = {it.goal_key: it for it in goal_samplers}
         self._arrange()
 
     def _arrange(self) -> None:
         """Sorts the transforms by what they are given."""
-        transforms = transforms_in(self._transform)
-        self._num_modules = len(self._modules)
+        self._transforms = transforms = transforms_in(self._transform)
+        # Without nested ones, because transforms appended to these later would not be noticed.
+        self._transform.transforms = ModuleList(transforms)
         replayed = [it for it in transforms if isinstance(it, ReplayTransform)]
         self._batch_transforms = [it for it in transforms if not isinstance(it, ReplayTransform)]
         reject_torchrl_components(*self._batch_transforms)
@@ -83,42 +86,34 @@ class SamplingPipeline:
     @property
     def batch_transforms(self) -> list[Transform]:
         """The transforms of batches: all that are not `ReplayTransform`s."""
-        if len(self._modules) != self._num_modules:
+        # `_modules`, because the public accessors of a module take several times as long.
+        if [*self._transform._modules["transforms"]._modules.values()] != self._transforms:
             self._arrange()
         return self._batch_transforms
 
-    def sample(self, batch_size: int) -> tuple[TensorDictBase, Info]:
+    def sample(
+        self, batch_size: int, needed: torch.Tensor | None = None
+    ) -> tuple[TensorDictBase, Info]:
         """Samples a batch `[B]`, and returns it with the entries of sampler and sample unit.
 
         Samples that another process overwrites meanwhile are replaced by samples of further batches.
         Therefore a reader makes progress however fast the writer is.
 
+        Args:
+            batch_size: B.
+            needed: `[B]` bool, the samples to replace in an earlier batch, which alone must be intact.
+
         Raises:
             RuntimeError: the storage is empty, or the sampler chooses goals that no transform writes.
         """
-        batch, info, is_torn = self._sample_once(batch_size)
-        while is_torn is not None:
-            other_batch, other_info, is_other_torn = self._sample_once(batch_size)
-            if len(is_torn) != batch.numel():  # a transform has changed the number of samples
-                batch, info, is_torn = other_batch, other_info, is_other_torn
-                continue
-            taken = is_torn if is_other_torn is None else is_torn & ~is_other_torn
-            chosen = taken.view(batch.batch_size).to(other_batch.device)
-            batch = torch.where(chosen, other_batch, batch)
-            for key, value in info.items():
-                info[key] = torch.where(expand_as_right(taken, value), other_info[key], value)
-            is_torn = None if is_torn.equal(taken) else is_torn & ~taken
-        return batch, info
-
-    def _sample_once(self, batch_size: int) -> tuple[TensorDictBase, Info, torch.Tensor | None]:
-        """Samples a batch, and returns which samples `[B]` were overwritten meanwhile; None if none."""
-        if len(self._modules) != self._num_modules:
+        if [*self._transform._modules["transforms"]._modules.values()] != self._transforms:
             self._arrange()
+        if self._storage.is_evicting_early:
+            self._storage.warn_of_early_eviction()
         view = self._storage.view()
-        if self._unaudited and view.is_exclusive:
-            num_written = view.episodes.cursors.sum()
-            if num_written >= _MIN_STEPS_TO_AUDIT:
-                self._audit()
+        is_audited = self._unaudited and view.is_exclusive
+        if is_audited and view.episodes.cursors.sum() >= _MIN_STEPS_TO_AUDIT:
+            self._audit()
         slots, info = self._choose(view, batch_size)
         if self._unwritten_goals:
             raise RuntimeError(
@@ -134,27 +129,88 @@ class SamplingPipeline:
         for replay in self._replays:
             replay(rows)
         batch = rows.tensordict()
-        return batch, info, None if view.is_exclusive else self._torn(view, len(slots))
-
-    def _torn(self, view: StorageView, batch_size: int) -> torch.Tensor | None:
-        """Returns which samples `[B]` were overwritten, None if none; a sequence counts as a whole."""
-        is_torn = view.torn(batch_size)
-        if is_torn is None or self._unit is None:
-            return is_torn
-        S = self._unit.num_steps
-        return is_torn.view(-1, S).any(1).repeat_interleave(S)
+        if not view.is_exclusive and (is_torn := self._torn(view, len(slots), needed)) is not None:
+            batch, info = self._replace(batch, info, is_torn, batch_size)
+        if needed is None:
+            self._num_sampled[0] += 1
+            self._num_sampled[1] += len(slots)
+        return batch, info
 
     def _audit(self) -> None:
         """Audits the reward function of each transform that relabels, once."""
-        unaudited, self._unaudited = self._unaudited, []
-        for relabel in unaudited:
+        for relabel in self._unaudited:
             # A sampler that is not a HERSampler may choose goals, too.
             sampler = self._goal_samplers.get(relabel.goal_key)
-            num_goals = 1 if sampler is None else sampler.num_goals
-            if num_goals == 0:
-                self._unaudited.append(relabel)
-            elif relabel.is_audit_due:
-                relabel.audit_once(self._storage, mixes_rewards=math.isfinite(num_goals))
+            relabel.audit_once(self._storage, 1 if sampler is None else sampler.num_goals)
+        self._unaudited = [it for it in self._unaudited if it.is_audit_due]
+
+    def _torn(
+        self, view: StorageView, size: int, needed: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Returns which of the `needed` samples were overwritten; a sequence counts as a whole."""
+        is_torn = view.torn(size)
+        if is_torn is not None and self._unit is not None:
+            S = self._unit.num_steps
+            is_torn = is_torn.view(-1, S).any(1).repeat_interleave(S)
+        if is_torn is not None and needed is not None:
+            is_torn &= needed
+        return is_torn if is_torn is not None and is_torn.any() else None
+
+    def _replace(
+        self, batch: TensorDictBase, info: Info, is_torn: torch.Tensor, batch_size: int
+    ) -> tuple[TensorDictBase, Info]:
+        """Replaces torn samples by those of further batches."""
+        has_other_size = len(is_torn) != batch.numel()  # because of a transform
+        other, other_info = self.sample(batch_size, is_torn | has_other_size)
+        if has_other_size:
+            return other, other_info
+        batch = torch.where(is_torn.view(batch.batch_size).to(other.device), other, batch)
+        for key, value in info.items():
+            info[key] = torch.where(expand_as_right(is_torn, value), other_info[key], value)
+        return batch, info
+
+    def sample_episodes(
+        self, num_episodes: int, generator: torch.Generator | None
+    ) -> TensorDictBase:
+        """Samples complete, finished episodes `[n, T]`, padded with zeros where the mask is false.
+
+        Episodes that another process overwrites while they are read are replaced by others.
+        """
+        batches: list[TensorDictBase] = []
+        while (missing := num_episodes - sum(map(len, batches))) > 0:
+            batches.append(_read_episodes(self._storage, missing, generator))
+        longest = max(batch.shape[1] for batch in batches)
+        padded = [_pad(batch, longest) for batch in batches]
+        batch = padded[0] if len(padded) == 1 else torch.cat(padded)
+        self._num_sampled[0] += 1
+        self._num_sampled[1] += batch.numel()
+        with dispatch_td_nn_modules(True):
+            for transform in self.batch_transforms:
+                batch = transform(batch)
+        return batch
+
+
+def _read_episodes(
+    storage: PackedStorage, num_episodes: int, generator: torch.Generator | None
+) -> TensorDictBase:
+    """Samples episodes, and returns those that were not overwritten while they were read."""
+    view = storage.view()
+    first = view.episodes.random_episodes(num_episodes, generator)
+    lengths = view.episodes.num_after(first) + 1
+    steps = torch.arange(int(lengths.max()), device="cpu").expand(num_episodes, -1)
+    slots = view.episodes.shift(first[:, None], steps.minimum(lengths[:, None] - 1))
+    mask = (steps < lengths[:, None]).to(storage.device)
+    batch, overwritten = view.read(slots, mask), view.overwritten(slots)
+    batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
+    return batch if overwritten is None else batch[~overwritten.any(1)]
+
+
+def _pad(batch: TensorDictBase, length: int) -> TensorDictBase:
+    """Returns episodes `[n, T]` as `[n, length]`, with zeros at the end."""
+    if batch.shape[1] == length:
+        return batch
+    zeros = torch.zeros_like(batch[:, :1]).expand(-1, length - batch.shape[1])
+    return torch.cat([batch, zeros], 1)
 
 
 def _choose_live(

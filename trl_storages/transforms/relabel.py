@@ -5,6 +5,7 @@ Letters: B batch, n steps of a window, R transitions of a call, D transitions th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -270,20 +271,23 @@ class GoalRelabel(ReplayTransform):
         """Whether this process must audit the stored rewards and has not yet done so."""
         return self.reward_fn is not None and self._audit_process == os.getpid()
 
-    def audit_once(self, storage: PackedStorage, *, mixes_rewards: bool) -> None:
+    def audit_once(self, storage: PackedStorage, num_goals: float) -> None:
         """Warns of mistakes that the newest transitions show; afterwards no audit is due.
 
         Args:
             storage: the storage of the transitions.
-            mixes_rewards: whether batches also contain stored rewards.
+            num_goals: relabelled transitions per transition with a stored reward; with 0 the audit stays
+                due.
         """
+        if num_goals == 0 or not self.is_audit_due:
+            return
         if storage.layout is None or self._desired_key not in storage.layout.described:
             self._audit_process = None
             return
         with torch.random.fork_rng(devices=[]):  # a reward_fn may draw random numbers
             audit = self.audit(storage, _NUM_AUDITED)
         self._audit_process = None  # before the warnings, which may be errors
-        if mixes_rewards and not audit.passed:
+        if num_goals < math.inf and not audit.passed:
             warn_caller(
                 f"reward_fn differs from the stored reward on {len(audit.slots):,} of "
                 f"{audit.num_rows:,} transitions, such as {audit.examples(1)[0]}. Batches would mix both "
