@@ -36,7 +36,6 @@ from trl_storages.buffer.state import (
     resume,
 )
 from trl_storages.directory.files import ProcessLock
-from trl_storages.entries.layout import Block, Layout
 from trl_storages.index import EmptyError, EpisodeIndex
 from trl_storages.keys import have_next
 from trl_storages.samplers import (
@@ -59,7 +58,9 @@ from trl_storages.torchrl_compat import (
 )
 from trl_storages.transforms import NStep, transforms_in
 from trl_storages.validation import Lanes, deprecated_method, lane_numbers, renamed
+from trl_storages.writing.lanes import Routing
 from trl_storages.writing.recorder import Recorder
+from trl_storages.writing.staged_step import StagedStep
 from trl_storages.writing.writer import EpisodeWriter
 
 if TYPE_CHECKING:
@@ -404,20 +405,18 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         step = observations, actions, rewards, terminateds, truncateds, infos, next_observations
         with self._replay_lock, self._write_lock:
-            rows, slots = self._recorder.read(step, self._storage), None
-            if rows is not None:
-                changes = self._pipeline.batch_transforms
-                block, layout, same = rows
-                if changes:
-                    slots = self._put(block, layout)
-                else:
-                    slots = self._writer.append(block, layout, None, same)
-        return slots
+            staged = self._recorder.read(step, self._storage)
+            if staged is None:
+                return None
+            if self._pipeline.batch_transforms:
+                return self._put(*staged)
+            return self._writer.append(*staged, step)
 
-    def _put(self, block: Block, layout: Layout) -> torch.Tensor | None:
+    def _put(self, staged: StagedStep, routing: Routing) -> torch.Tensor | None:
         """Writes a recorded step after applying the inverse transforms."""
-        rows = self._inverse(layout.tensordict(torch.from_numpy(block.words.copy())))
-        return None if rows is None else self._writer.extend(rows, lanes=block.lanes.tolist())
+        words = torch.from_numpy(staged.block(routing).words.copy())
+        rows = self._inverse(staged.layout.tensordict(words))
+        return None if rows is None else self._writer.extend(rows, lanes=routing.lanes.tolist())
 
     def _inverse(self, data: TensorDictBase) -> TensorDictBase | None:
         """Applies the inverse transforms; returns None if one withholds the transitions."""

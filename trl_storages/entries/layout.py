@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 
 from trl_storages import keys
 from trl_storages.entries.fields import DTYPES, WORD, Field
-from trl_storages.kernels import Sizes, entries
+from trl_storages.kernels import Sizes
 from trl_storages.torchrl_compat import new_tensordict
 
 __all__ = ["Block", "Layout", "Nested", "nest", "nested_sizes"]
@@ -244,17 +244,6 @@ class Layout:
                 "the next stack of a transition must be its stack moved by one frame; declare only such "
                 "observations in frame_stack={key: FrameStack(k)}."
             )
-
-    def count_gaps(self, rows: Any, done: Any) -> int:
-        """Returns the number of rows `[N, row_words]` of one lane that do not continue the row before.
-
-        Rows after a row that is `done` `[N]` are not counted. See `kernels.entries.count_gaps`.
-        """
-        if isinstance(rows, np.ndarray):
-            return int(entries.count_gaps(tuple(self.sizes), self.next_word, rows, done))
-        begin, end = self.sizes.first, self.sizes.end
-        after = rows[:-1, self.next_word + begin : self.next_word + end]
-        return int(((rows[1:, begin:end] != after).any(1) & ~done[:-1]).sum())
 
     # Views
 

@@ -56,7 +56,6 @@ __all__ = [
     "compare_block",
     "compare_with_tips",
     "copy_in",
-    "count_gaps",
     "enter",
     "find_gaps",
     "find_overwritten",
@@ -172,23 +171,6 @@ def compare_with_tips(
     # A copy is like an entry that holds all frames of its observation.
     size = Sizes(*sizes)
     compare((tips, (S, S, size.first, size.end, S), 1), tip_lanes, offsets, words, kinds)
-
-
-@loop
-def count_gaps(sizes: Any, next_word: int, words: Any, done: Any) -> int:
-    """Returns the number of rows of a block of one lane that do not continue the row before.
-
-    Rows after a done row are not counted. If more than half of the rows continue, the number may be too
-    small.
-    """
-    first, gaps = Sizes(*sizes).first, 0
-    size = Sizes(*sizes).end - first
-    for i in range(1, len(words)):
-        if 2 * (i - gaps) > len(words):
-            break  # most rows continue
-        if not done[i - 1]:
-            gaps += not _are_equal(words, i - 1, next_word + first, words, i, first, size)
-    return gaps
 
 
 @loop

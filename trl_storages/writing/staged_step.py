@@ -22,7 +22,7 @@ from trl_storages.writing.spaces import (
     Choices,
     as_field,
 )
-from trl_storages.writing.staging import Staging, share_memory
+from trl_storages.writing.staging import Staging
 
 __all__ = ["StagedStep"]
 
@@ -32,6 +32,8 @@ _NUMBERS: dict[Any, frozenset[type]] = {
     np.dtype(bool): frozenset({bool, np.bool_}),
     np.dtype(np.int64): frozenset({int, np.int64}),
 }
+# An observation that is no dictionary has this key.
+_SINGLE_OBSERVATION = {keys.OBSERVATION: keys.OBSERVATION}
 
 
 class StagedStep(Staging):
@@ -63,27 +65,23 @@ class StagedStep(Staging):
             key for key in self.views if keys.key_path(key)[0] != "next" and key not in info_keys
         ]
         self._observations = _tree_of(key for key in root_keys if keys.next_key(key) in self.views)
-        observation_keys = [key for _, key in keys.leaves(self._observations, "")]
-        self._observation_keys = observation_keys
-        actions = _tree_of(key for key in root_keys if key not in observation_keys)
-        action_keys = [key for _, key in keys.leaves(actions, "")]
+        self._observation_keys = [key for _, key in keys.leaves(self._observations, "")]
+        actions = _tree_of(key for key in root_keys if key not in self._observation_keys)
         # The field "action" is the argument itself; a TorchRL spec may name its actions otherwise.
         self._actions = actions["action"] if [*actions] == ["action"] else actions
-        self._next_targets = [
-            self._target(keys.next_key(key), f"next {key!r}") for key in observation_keys
-        ]
-        self._targets = [
-            self._target(keys.TERMINATED, "terminateds"),
-            self._target(keys.TRUNCATED, "truncateds"),
-            self._target(keys.REWARD, "rewards"),
-            *(self._target(key, f"observations {key!r}") for key in observation_keys),
-            *(self._target(key, f"actions {key!r}") for key in action_keys),
-            *self._next_targets,
-        ]
+        names: dict[NestedKey, str] = {
+            keys.TERMINATED: "terminateds",
+            keys.TRUNCATED: "truncateds",
+            keys.REWARD: "rewards",
+            **{key: f"observations {key!r}" for key in self._observation_keys},
+            **{key: f"actions {key!r}" for _, key in keys.leaves(actions, "")},
+            **{keys.next_key(key): f"next {key!r}" for key in self._observation_keys},
+        }
+        if missing := self.views.keys() - {keys.DONE, *names, *info_keys}:
+            raise KeyError(f"a step of a loop does not hold the fields {[*missing]}: use extend().")
+        self._targets = [self._target(key, name) for key, name in names.items()]
+        self._next_targets = self._targets[len(names) - len(self._observation_keys) :]
         self._info_targets = {key: self._target(key, f"infos {key!r}") for key in info_keys}
-        filled = {keys.DONE, *self._info_targets, *(target.key for target in self._targets)}
-        if missing := [key for key in self.views if key not in filled]:
-            raise KeyError(f"a step of a loop does not hold the fields {missing}: use extend().")
         self._flags = [
             self.views[key][:, 0].numpy() for key in (keys.TERMINATED, keys.TRUNCATED, keys.DONE)
         ]
@@ -106,15 +104,12 @@ class StagedStep(Staging):
             KeyError, TypeError, ValueError: a value does not fit, or an action is not in its space.
         """
         observations, actions, rewards, terminateds, truncateds, _, next_observations = step
-        before = _values_of(self._observations, _as_mapping(observations), "observations")
-        after = _values_of(self._observations, _as_mapping(next_observations), "next_observations")
-        self.aliased_keys = [
-            key
-            for key, value, next_value in zip(self._observation_keys, before, after, strict=True)
-            if share_memory(value, next_value)
+        values = [
+            *(terminateds, truncateds, rewards),
+            *_values_of(self._observations, observations, "observations"),
+            *_values_of(self._actions, actions, "actions"),
+            *_values_of(self._observations, next_observations, "next_observations"),
         ]
-        actions = _values_of(self._actions, actions, "actions")
-        values = [terminateds, truncateds, rewards, *before, *actions, *after]
         for target, value in zip(self._targets, values, strict=True):
             kind = type(value)
             if (
@@ -139,7 +134,7 @@ class StagedStep(Staging):
 
     def put_final(self, lane: int, observation: Any) -> None:
         """Replaces the next observation of an environment with the last observation of its episode."""
-        values = _values_of(self._observations, _as_mapping(observation), "infos['final_obs']")
+        values = _values_of(self._observations, observation, "infos['final_obs']")
         for target, value in zip(self._next_targets, values, strict=True):
             target.set(lane, value)
 
@@ -147,6 +142,10 @@ class StagedStep(Staging):
         """Copies an info of all environments."""
         target = self._info_targets[key]
         target.set(target.all_envs, value)
+
+    def _observations_in(self, source: Any) -> Iterable[tuple[NestedKey, Any, Any]]:
+        before, after = (_values_of(self._observations, source[i], "") for i in (0, -1))
+        return zip(self._observation_keys, before, after, strict=True)
 
 
 class _FieldTarget:
@@ -198,13 +197,6 @@ class _FieldTarget:
         target.copy_(field.stack.frames(values, field.shape) if field.stack else values)
 
 
-def _as_mapping(observations: Any) -> Any:
-    """Returns observations as a dictionary."""
-    if type(observations) is dict or isinstance(observations, Mapping):
-        return observations
-    return {"observation": observations}
-
-
 def _tree_of(fields: Iterable[NestedKey]) -> dict[str, Any]:
     """Returns keys as nested dictionaries that end in the keys."""
     return keys.nested((keys.key_path(key), key) for key in fields)
@@ -222,6 +214,8 @@ def _values_of(tree: Any, values: Any, argument: str) -> list[Any]:
         return [values]
     # `type` comes first: an isinstance check against Mapping takes longer than all else here.
     if type(values) is not dict and not isinstance(values, Mapping):
+        if tree == _SINGLE_OBSERVATION:
+            return [values]
         raise TypeError(
             f"{argument} must be a dictionary of {[*tree]}, got {type(values).__name__}."
         )

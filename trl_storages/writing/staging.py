@@ -7,7 +7,7 @@ Letters: E environments, L lanes that are written, N transitions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,9 @@ from tensordict import NestedKey, is_tensor_collection
 from trl_storages import keys
 from trl_storages.entries.layout import Block, Layout
 from trl_storages.torchrl_compat import InferenceMode, copy_all
-from trl_storages.writing.routing import Routing
+from trl_storages.writing.lanes import Routing
 
-__all__ = ["StagedBlock", "Staging", "share_memory", "tensors_in"]
-
-
-def share_memory(value: Any, next_value: Any) -> bool:
-    """Returns whether two values are arrays or tensors that begin at the same address in memory."""
-    if value is next_value:
-        return isinstance(value, np.ndarray | torch.Tensor)
-    if type(value) is np.ndarray and type(next_value) is np.ndarray:
-        # Two arrays that both own their memory share none.
-        if value.base is next_value.base is None or not np.may_share_memory(value, next_value):
-            return False
-        return bool(value.__array_interface__["data"] == next_value.__array_interface__["data"])
-    if isinstance(value, torch.Tensor) and isinstance(next_value, torch.Tensor):
-        return value.data_ptr() == next_value.data_ptr() != 0
-    return False
+__all__ = ["StagedBlock", "Staging", "tensors_in"]
 
 
 class Staging:
@@ -48,7 +34,6 @@ class Staging:
         words: `[N, row_words]` int64 packed transitions.
         done: `[N]` bool, whether each transition ends its episode.
         views: key -> `[*batch_size, *shape]`; for a stack of frames, the view of its frames.
-        aliased_keys: keys of observations that share memory with their next observations.
     """
 
     @torch.inference_mode(False)  # the block may be filled later outside of inference mode
@@ -56,7 +41,6 @@ class Staging:
         self, layout: Layout, batch_size: Sequence[int], device: torch.device | None = None
     ) -> None:
         self.layout, self.batch_size, self.device = layout, torch.Size(batch_size), device
-        self.aliased_keys: Sequence[NestedKey] = ()
         size = self.batch_size.numel(), layout.row_words
         if device is None:  # NumPy's zeros are in huge pages
             self.words: Any = np.zeros(size, np.int64)
@@ -86,6 +70,27 @@ class Staging:
         cut = np.zeros(len(done), bool) if cut is None else cut
         begins = cut if self.device is None else torch.from_numpy(cut).to(self.device)
         return Block(lanes, offsets, words, done, begins)
+
+    def aliased_keys(self, source: Any) -> list[NestedKey]:
+        """Returns the keys of observations that share memory with their next observations.
+
+        Args:
+            source: the values with which the staging was filled.
+        """
+        return [key for key, *pair in self._observations_in(source) if _share_memory(*pair)]
+
+    def _observations_in(self, source: Any) -> Iterable[tuple[NestedKey, Any, Any]]:
+        """Returns key, value and next value of each observation."""
+        raise NotImplementedError
+
+
+def _share_memory(value: Any, next_value: Any) -> bool:
+    """Returns whether two values are arrays or tensors that begin at the same address in memory."""
+    if isinstance(value, np.ndarray) and isinstance(next_value, np.ndarray):
+        return value.ctypes.data == next_value.ctypes.data
+    if isinstance(value, torch.Tensor) and isinstance(next_value, torch.Tensor):
+        return value.data_ptr() == next_value.data_ptr() != 0
+    return False
 
 
 def tensors_in(data: Any, path: tuple[str, ...] = ()) -> dict[NestedKey, torch.Tensor]:
@@ -127,8 +132,6 @@ class StagedBlock(Staging):
     ) -> None:
         super().__init__(layout, batch_size, device)
         self.num_tensors = len(tensors)
-        # Keys of observations and of their next observations.
-        self._pairs = [(key, keys.next_key(key)) for key in keys.shared_keys(self.views)]
         flag = tensors.get(done_key)
         if flag is None:
             raise KeyError(
@@ -142,13 +145,12 @@ class StagedBlock(Staging):
         fields = [layout.by_key[key] for key in self.views]
         shape = batch_size + layout.by_key[done_key].shape if done_key in layout else flag.shape
         self._keys = [*self.views, done_key]
-        done = torch.from_numpy(self.done) if device is None else self.done
+        done = torch.as_tensor(self.done)
         self._targets = [*self.views.values(), done.view(shape)]
         self._kinds = [*((it.dtype, batch_size + it.shape) for it in fields), (torch.bool, shape)]
         # Positions of stacks among the fields: their frames are copied.
         self._stacks = [(position, it) for position, it in enumerate(fields) if it.stack]
         # The other flags that end episodes. Flags on another device are not checked: no write waits.
-        self._is_done: Any = done.numpy() if done.is_cpu else None
         self._end_flags: dict[NestedKey, Any] = {
             key: self.views[key].view(-1).numpy()
             for key in (keys.TERMINATED, keys.TRUNCATED)
@@ -185,9 +187,6 @@ class StagedBlock(Staging):
         # torch.inference_mode() is Python: an interrupt in its exit would leave the mode on.
         with InferenceMode(True):
             copy_all(self._targets, values)
-        self.aliased_keys = [
-            key for key, after in self._pairs if share_memory(tensors[key], tensors[after])
-        ]
         return self._repair_flags()
 
     def _repair_flags(self) -> bool:
@@ -196,8 +195,9 @@ class StagedBlock(Staging):
         Raises:
             ValueError: transitions are terminated or truncated, but not done.
         """
-        is_repaired, done = False, self._is_done
+        is_repaired = False
         for key, flag in self._end_flags.items():
+            done = np.asarray(self.done)
             if not np.count_nonzero(flag > done):
                 continue
             is_flat = len(self.batch_size) == 1
@@ -219,3 +219,7 @@ class StagedBlock(Staging):
                 raise TypeError(f"{expected} {value.dtype}.")
             if value.shape != shape:
                 raise ValueError(f"{expected} {[*value.shape[num_dims:]]}.")
+
+    def _observations_in(self, source: Any) -> Iterable[tuple[NestedKey, Any, Any]]:
+        pairs = ((key, keys.next_key(key)) for key in keys.shared_keys(self.views))
+        return ((key, source[key], source[after]) for key, after in pairs)

@@ -20,9 +20,15 @@ from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import reject_torchrl_components
 from trl_storages.validation import Lanes, lane_numbers, warn_caller
-from trl_storages.writing.lane_notes import LaneNotes
-from trl_storages.writing.routing import Routing, all_lanes, in_lane_order, num_steps_of, route
-from trl_storages.writing.staging import StagedBlock, tensors_in
+from trl_storages.writing.lanes import (
+    LaneNotes,
+    Routing,
+    all_lanes,
+    in_lane_order,
+    num_steps_of,
+    route,
+)
+from trl_storages.writing.staging import StagedBlock, Staging, tensors_in
 from trl_storages.writing.transfer import Transfer, match_fields
 
 __all__ = ["EpisodeWriter"]
@@ -148,16 +154,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         trajectories: Any = tensors.get(self.traj_key)
         if trajectories is not None:
             trajectories = trajectories.detach().cpu().reshape(-1).numpy().astype(np.int64)
-        routing, cut, last_trajectories = self._route(staged, lanes, trajectories), None, None
-        if trajectories is not None:
-            ordered = trajectories if routing.order is None else trajectories[routing.order]
-            cut = self._changes_of(ordered, routing)
-            last_trajectories = ordered[routing.offsets[1:] - 1]
-        block = staged.block(routing, cut)
-        is_flat = len(batch_size) == len(routing.lanes) == 1
-        if trajectories is None and is_flat and self.on_gap == "cut":
-            self._check_continues(block, staged.layout)
-        slots = self.append(block, staged.layout, last_trajectories, staged.aliased_keys)
+        routing = self._route(staged, lanes, trajectories)
+        if trajectories is not None and routing.order is not None:
+            trajectories = trajectories[routing.order]
+        slots = self.append(staged, routing, tensors, trajectories)
         if routing.order is not None:
             slots = slots[torch.from_numpy(routing.order.argsort())]
         return slots if len(batch_size) == 1 else slots.view(batch_size)
@@ -254,70 +254,72 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         is_new[first] = trajectories[first] != self._notes.trajectories(cursors, routing.lanes)
         return is_new
 
-    def _check_continues(self, block: Block, layout: Layout) -> None:
-        """Raises a ValueError if a flat block without trajectory ids can't be of one environment."""
-        size = len(block.done)
-        if size < _MIN_CHECKED:
-            return
-        num_gaps = layout.count_gaps(block.words, block.done)
-        if 2 * num_gaps > size:
+    # Staged steps
+
+    def append(
+        self,
+        staged: Staging,
+        routing: Routing,
+        source: Any,
+        trajectories: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Writes checked transitions; only their stacks of frames and their gaps are checked here.
+
+        Args:
+            staged: the transitions.
+            routing: the lane of each transition.
+            source: the values with which `staged` was filled.
+            trajectories: `[N]` the trajectory of each transition, in the order of the routing; None if
+                the numbers are unknown.
+
+        Returns:
+            `[N]` int64 slots in the order of the routing.
+
+        Raises:
+            ValueError: a stack does not continue with the next frame; an observation that shares memory
+                with its next observation was changed after the last step; or the transitions of a flat
+                batch can't be of one environment. Nothing is written then.
+        """
+        cut = None if trajectories is None else self._changes_of(trajectories, routing)
+        block = staged.block(routing, cut)
+        self._prepare(block, staged.layout, trajectories)
+        storage, cuts_gaps = self._storage, self.on_gap == "cut"
+        slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=True)
+        if num_gaps:  # nothing was written yet
+            is_flat = trajectories is None and len(staged.batch_size) == len(block.lanes) == 1
+            if cuts_gaps and is_flat:
+                self._check_continues(num_gaps, len(block.done))
+            self._check_unchanged(block, staged, source)
+            num_gaps -= int((self._notes.written_at[block.lanes] <= self._resumed_at).sum())
+            if cuts_gaps and num_gaps > 0 and not self._warned_of_gaps:
+                self._warn_of_gaps()
+            slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
+        self._notes.count_steps(block.lanes, len(slots))
+        return torch.from_numpy(slots)
+
+    def _prepare(self, block: Block, layout: Layout, trajectories: np.ndarray | None) -> None:
+        """Checks stacks, allocates the storage, and adds notes on the lanes of a block."""
+        storage, notes = self._storage, self._notes
+        layout.check_stacks(block.words)
+        if storage.layout is None:
+            storage.allocate(layout)
+        if notes.is_shared or trajectories is not None:
+            lanes, offsets, *_ = block
+            last = None if trajectories is None else trajectories[offsets[1:] - 1]
+            is_foreign = notes.add(lanes, np.diff(offsets), storage.episodes.cursors, last)
+            if notes.is_shared:  # another process has other environments
+                block.cut[offsets[:-1][is_foreign]] = True
+
+    def _check_continues(self, num_gaps: int, num_steps: int) -> None:
+        """Raises a ValueError if a flat batch without trajectory ids can't be of one environment."""
+        if num_steps >= _MIN_CHECKED and 2 * num_gaps > num_steps:
             raise ValueError(
-                f"{num_gaps} of {size} transitions do not begin with the next observation of the "
+                f"{num_gaps} of {num_steps} transitions do not begin with the next observation of the "
                 "transition before. If the data are of several environments, create the replay buffer "
                 f"with their num_envs and pass [num_envs, T], or [N] with trajectory ids, "
                 f"{self.traj_key!r}. If the transitions are unrelated, set 'truncated' and 'done' of "
                 "each. Nothing was written."
             )
-
-    # Steps as blocks
-
-    def append(
-        self,
-        block: Block,
-        layout: Layout,
-        trajectories: np.ndarray | None = None,
-        aliased_keys: Sequence[NestedKey] = (),
-        *,
-        cuts_gaps: bool | None = None,
-    ) -> torch.Tensor:
-        """Writes checked transitions; only their stacks of frames are checked here.
-
-        Args:
-            block: the transitions.
-            layout: of the transitions.
-            trajectories: `[L]` the last trajectory of each lane; None keeps the trajectories.
-            aliased_keys: keys of observations that share memory with their next observations.
-            cuts_gaps: whether to split episodes at gaps; None follows `on_gap`.
-
-        Returns:
-            `[N]` int64 slots in the order of the block.
-
-        Raises:
-            ValueError: a stack does not continue with the next frame, or an observation that shares
-                memory with its next observation was changed after the last step. Nothing is written then.
-        """
-        storage, notes, lanes, offsets = self._storage, self._notes, block.lanes, block.offsets
-        layout.check_stacks(block.words)
-        if storage.layout is None:
-            storage.allocate(layout)
-        if notes.is_shared or trajectories is not None:
-            cursors = storage.episodes.cursors
-            is_foreign = notes.add(lanes, np.diff(offsets), cursors, trajectories)
-            if notes.is_shared:  # another process has other environments
-                block.cut[offsets[:-1][is_foreign]] = True
-        cuts_gaps = self.on_gap == "cut" if cuts_gaps is None else cuts_gaps
-        warns = cuts_gaps and not self._warned_of_gaps
-        stops = warns or bool(aliased_keys)
-        slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
-        if stops and num_gaps:
-            self._check_unchanged(block, layout, aliased_keys)
-            num_gaps -= int((notes.written_at[lanes] <= self._resumed_at).sum())
-            if warns and num_gaps > 0:
-                self._warn_of_gaps()
-            slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
-        notes.count[0] = count = self.write_count + len(block.done)
-        notes.written_at[lanes] = count
-        return torch.from_numpy(slots)
 
     def _warn_of_gaps(self) -> None:
         self._warned_of_gaps = True
@@ -327,10 +329,10 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             'or pass on_gap="ignore" if observations are changed between steps.'
         )
 
-    def _check_unchanged(
-        self, block: Block, layout: Layout, aliased_keys: Sequence[NestedKey]
-    ) -> None:
-        """Checks that observations in `aliased_keys` equal the newest next observations of their lanes.
+    def _check_unchanged(self, block: Block, staged: Staging, source: Any) -> None:
+        """Checks that observations equal the newest next observations of their lanes.
+
+        Only observations that share memory with their next observations are checked.
 
         Raises:
             ValueError: an observation was changed in place.
@@ -338,14 +340,13 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage, first = self._storage, block.offsets[:-1]
         index, cut = storage.episodes, torch.as_tensor(block.cut).cpu().numpy()
         continues = index.is_open[block.lanes] & ~cut[first]
-        if not aliased_keys or not continues.any():
+        if not continues.any():
             return
         newest = torch.from_numpy(index.newest_slots()[block.lanes[continues]])
-        views = layout.views(torch.as_tensor(block.words)[first[continues]])
-        for key in aliased_keys:
-            stored = storage.entries.take(
-                default_keys.next_key(key), storage.entries.entries_of(newest)
-            )
+        views = staged.layout.views(torch.as_tensor(block.words)[first[continues]])
+        entries: Any = storage.entries
+        for key in staged.aliased_keys(source):
+            stored = entries.take(default_keys.next_key(key), entries.entries_of(newest))
             values = views[key].to(stored.device)
             if not torch.equal(stored.view(len(values), -1), values.reshape(len(values), -1)):
                 raise ValueError(
@@ -376,7 +377,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             transfer.number_steps()
         priorities = source.episodes.priorities[transfer.slots]
         for block, ranks in transfer.blocks(layout, sources):
-            slots = self.append(block, layout, cuts_gaps=False).numpy()
+            self._prepare(block, layout, None)
+            slots, _ = target.append(block, cuts_gaps=False)
+            self._notes.count_steps(block.lanes, len(slots))
             is_live, index = slots >= 0, target.episodes
             index.priorities[slots[is_live]] = priorities[ranks[is_live]]
             index.num_updates[0] += 1
