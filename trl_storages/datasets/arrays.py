@@ -15,8 +15,7 @@ from tensordict import NestedKey, unravel_key
 
 from trl_storages import keys, validation
 from trl_storages.buffer import ReplayStorage
-from trl_storages.datasets.columns import FLAGS, Arrays, batches_of, columns_of
-from trl_storages.datasets.creation import Preset, create_and_fill
+from trl_storages.datasets.transitions import FLAGS, Arrays, Preset, columns_of, create_and_fill
 from trl_storages.keys import ACHIEVED_GOAL, ACTION, DESIRED_GOAL, OBSERVATION, REWARD, next_key
 from trl_storages.presets import UniformReplayStorage
 from trl_storages.writing.spaces import as_tensor
@@ -118,8 +117,6 @@ def from_arrays(
     >>> storage.episodes.table()["length"].tolist()  # the last step is an observation only
     [3, 2]
     """
-    validation.replace_deprecated(options, recipe="preset")
-    preset = options.pop("preset", preset)
     infos = validation.keys("info_keys", options.get("info_keys", ()))
     if isinstance(data, Mapping):
         arrays = read_arrays(data, goal_fn, infos)
@@ -141,9 +138,10 @@ def from_arrays(
             "goal_fn=) and a preset with reward_fn=."
         )
     columns = columns_of(arrays, ends, sets_goals=goal_fn is not None)
-    num_transitions = len(columns[keys.DONE].positions)
-    batches = batches_of(columns, float_dtype)
-    return create_and_fill(preset, batches, num_transitions, options, progress=progress)
+    num_transitions = len(columns[keys.DONE][1])
+    return create_and_fill(
+        preset, [columns], num_transitions, options, float_dtype=float_dtype, progress=progress
+    )
 
 
 def _check_flags(arrays: Arrays, named_keys: Collection[NestedKey], ends: Any) -> None:

@@ -14,13 +14,12 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Dict, MultiBinary
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from trl_storages import keys, validation
 from trl_storages.buffer import ReplayStorage
 from trl_storages.datasets.arrays import concatenate, read_arrays
-from trl_storages.datasets.columns import BATCH_STEPS, batches_of, columns_of
-from trl_storages.datasets.creation import Preset, create_and_fill
+from trl_storages.datasets.transitions import BATCH_STEPS, Preset, columns_of, create_and_fill
 from trl_storages.presets import UniformReplayStorage
 from trl_storages.writing.spaces import OUTCOME_FIELDS, TORCH_TO_NUMPY
 
@@ -52,8 +51,6 @@ def from_minari(
         ImportError: `dataset` is a name, and Minari is not installed.
         KeyError, TypeError, ValueError: as in `from_arrays`.
     """
-    validation.replace_deprecated(options, recipe="preset")
-    preset = options.pop("preset", preset)
     if isinstance(dataset, str):
         dataset = _minari_module().load_dataset(dataset)
     info_keys = validation.keys("info_keys", options.get("info_keys", ()))
@@ -62,14 +59,16 @@ def from_minari(
     # The episodes of about one batch are read together.
     num_episodes = max(1, BATCH_STEPS * len(numbers) // max(1, dataset.total_steps))
 
-    def batches() -> Iterator[TensorDict]:
+    def parts() -> Iterator[Any]:
         for start in range(0, len(numbers), num_episodes):
             episodes = dataset.iterate_episodes(numbers[start : start + num_episodes])
             paths = [read_arrays(_arrays_of(episode, info_paths)) for episode in episodes]
-            yield from batches_of(columns_of(*concatenate(paths)), float_dtype)
+            yield columns_of(*concatenate(paths))
 
-    num_transitions = int(dataset.total_steps)
-    return create_and_fill(preset, batches(), num_transitions, options, progress=progress)
+    size = int(dataset.total_steps)
+    return create_and_fill(
+        preset, parts(), size, options, float_dtype=float_dtype, progress=progress
+    )
 
 
 def _arrays_of(episode: Any, info_paths: Sequence[tuple[str, ...]]) -> dict[str, Any]:
