@@ -38,9 +38,8 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
     #: Whether the last batch ended an epoch, and therefore an iteration over the buffer.
     ran_out = False
 
-    @property
-    def layers(self) -> list[ReplaySampler]:
-        """This sampler, followed by the samplers that it wraps, outermost first."""
+    def components(self) -> list[ReplaySampler]:
+        """Returns this sampler, followed by the samplers that it wraps, outermost first."""
         return [self]
 
     def sample(
@@ -126,7 +125,7 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
 
 def layers_of(sampler: Sampler) -> list[Sampler]:
     """Returns a sampler, followed by the samplers that it wraps, outermost first."""
-    return sampler.layers if isinstance(sampler, ReplaySampler) else [sampler]
+    return sampler.components() if isinstance(sampler, ReplaySampler) else [sampler]
 
 
 def resolve_sampler(sampler: Any) -> Any:
@@ -188,14 +187,9 @@ class WrappingSampler(ReplaySampler):
     def _check_base(self, base: ReplaySampler) -> None:
         """Raises if this sampler can't change the draws of `base`."""
 
-    @property
-    def layers(self) -> list[ReplaySampler]:
-        """This sampler, followed by the samplers that it wraps, outermost first."""
-        return [self, *self._base.layers]
-
     def components(self) -> list[ReplaySampler]:
-        """Returns the samplers that this one wraps, outermost first."""
-        return self._base.layers
+        """Returns this sampler, followed by the samplers that it wraps, outermost first."""
+        return [self, *self._base.components()]
 
     @property
     def ran_out(self) -> bool:  # type: ignore[override]

@@ -134,7 +134,7 @@ class HERSampler(WrappingSampler):
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
 
     def _check_base(self, base: ReplaySampler) -> None:
-        for layer in base.layers:
+        for layer in base.components():
             if isinstance(layer, HERSampler) and {*self._entries} & {*layer._entries}:
                 raise ValueError(
                     f"goal_key must differ from the goal_key of base, got {self.goal_key!r} and "

@@ -15,6 +15,7 @@ import torch
 from torchrl.data import PrioritizedSampler
 
 from trl_storages import keys, validation
+from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import priority_tree
 from trl_storages.samplers.base import Drawn, ReplaySampler
 from trl_storages.serialization import Adopt, State, required_items
@@ -134,18 +135,17 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
             ValueError: the storage has more slots than `max_capacity`.
         """
         priorities, index = self._priorities, view.episodes
-        options = self.alpha, self.eps, view.is_exclusive
-        if priorities is None or priorities.index is not index:
+        options = index, self.alpha, self.eps, view.is_exclusive
+        if priorities is None or priorities.options != options:
             if index.capacity > self._max_capacity:
                 raise ValueError(
                     f"max_capacity must be at least that of the storage, {index.capacity}, got "
                     f"{self._max_capacity}."
                 )
-            priorities = Priorities(view, self.alpha, self.eps, self._largest)
+            is_same = priorities is not None and priorities.index is index
+            largest = priorities.largest if is_same else self._largest  # type: ignore[union-attr]
+            priorities = Priorities(*options, largest)
             self._priorities, self._largest = priorities, None
-        elif (priorities.alpha, priorities.eps, priorities.can_set) != options:
-            priorities = Priorities(view, self.alpha, self.eps, priorities.largest)
-            self._priorities = priorities
         priorities.update_from_index(0 if view.is_exclusive else self.refresh_ms)
         return priorities
 
@@ -270,19 +270,20 @@ class Priorities:
     evicted transitions get weight 0, and new transitions without a priority get the largest so far.
 
     Args:
-        view: view of the storage.
+        index: the episode index of the storage.
         alpha: exponent of the weights.
         eps: is added to each priority.
+        can_set: whether this process may set priorities.
         largest: the largest priority ever set by an update, 0 if there was no update. None takes the
             largest one of the stored transitions, as does a reader of another process's directory.
     """
 
-    def __init__(self, view: StorageView, alpha: float, eps: float, largest: float | None) -> None:
-        index = self.index = view.episodes
-        self.alpha, self.eps = alpha, eps
-        self.raw = index.priorities
-        #: Whether this process may set priorities.
-        self.can_set = view.is_exclusive
+    def __init__(
+        self, index: EpisodeIndex, alpha: float, eps: float, can_set: bool, largest: float | None
+    ) -> None:
+        #: The first four arguments.
+        self.options = index, alpha, eps, can_set
+        self.index, self.raw = index, index.priorities
         # The raw priorities that the tree contains, the number of updates until then, and its time.
         self._last_raw, self._num_updates = self.raw.copy(), int(index.num_updates[0])
         self._refresh_time = time.monotonic()
@@ -293,7 +294,7 @@ class Priorities:
         self._minima: np.ndarray | None = None
         # A `Snapshot` of the transitions that the tree contains; None before `update_from_index`.
         self._snapshot: Any = None
-        if largest is None or not self.can_set:
+        if largest is None or not can_set:
             largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before the first update.
         self.largest = largest
@@ -335,11 +336,12 @@ class Priorities:
         """Sets the weights of valid transitions, and the raw priorities of new ones if `can_set`."""
         if not len(slots):
             return
-        options = self.of_new, self.alpha, self.eps, self.can_set
-        priority_tree.set_weights(self.raw, self._last_raw, self.sums, self.starts, slots, *options)
+        index, alpha, eps, can_set = self.options
+        tables = self.raw, self._last_raw, self.sums, self.starts
+        priority_tree.set_weights(*tables, slots, self.of_new, alpha, eps, can_set)
         self._set_minima(slots)
-        if self.can_set:
-            self.index.num_updates[0] += 1
+        if can_set:
+            index.num_updates[0] += 1
             self._num_updates += 1
 
     def _set_minima(self, slots: np.ndarray) -> None:
