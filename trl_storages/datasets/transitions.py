@@ -169,7 +169,7 @@ def create_and_fill(
     if (first := next(batches, None)) is None:
         raise ValueError("a dataset must have steps, got none.")
     validation.replace_deprecated(options, recipe="preset")
-    extra_fields = {**(options.get("extra_fields") or {})}
+    extra_fields = {**(options.pop("extra_fields", None) or {})}
     options = {"storage_size": max(num_transitions, 2), "preset": preset, **options}
     storage = _create(first, extra_fields, **options)
     relabel = next((part for part in storage.components() if isinstance(part, GoalRelabel)), None)

@@ -26,7 +26,8 @@ from trl_storages.writing.staging import Staging
 
 __all__ = ["StagedStep"]
 
-_REALS = frozenset(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
+# Tuples, because a dtype is found in a tuple by identity, without its slow hash.
+_REALS = tuple(dtype for dtype in NUMPY_TO_TORCH if dtype.kind in "biuf")
 _FLOATS: frozenset[type] = frozenset({float, np.float64, np.float32})
 _NUMBERS: dict[Any, frozenset[type]] = {
     np.dtype(bool): frozenset({bool, np.bool_}),
@@ -168,7 +169,7 @@ class _FieldTarget:
         self._is_reward = field.key == keys.REWARD
         self.all_envs: Any = slice(None) if is_vector else 0
         self.view: Any = frames[self.all_envs]
-        self.dtypes: frozenset[Any] = frozenset()
+        self.dtypes: tuple[Any, ...] = ()
         self.numbers: frozenset[type] = frozenset()
         # Dtypes that NumPy lacks, and stacks, are always converted.
         if field.dtype in TORCH_TO_NUMPY and not field.stack:
@@ -176,7 +177,7 @@ class _FieldTarget:
             array = frames.numpy()
             self.view = array[self.all_envs, ..., 0] if is_scalar else array[self.all_envs, ...]
             dtype = self.view.dtype
-            self.dtypes = _REALS if self._is_reward else frozenset({dtype})
+            self.dtypes = _REALS if self._is_reward else (dtype,)
             if not self.view.shape:
                 self.numbers = _FLOATS if self._is_reward else _NUMBERS.get(dtype, self.numbers)
         self.shape = tuple(self.view.shape)
@@ -224,6 +225,8 @@ def _values_of(tree: Any, values: Any, argument: str) -> list[Any]:
         raise kind(f"{argument} must have the keys {[*tree]}, got {sorted(map(str, values))}.")
     leaves: list[Any] = []
     for name, branch in tree.items():
-        value = values[name]
-        leaves += _values_of(branch, value, argument) if type(branch) is dict else [value]
+        if type(branch) is dict:
+            leaves += _values_of(branch, values[name], argument)
+        else:
+            leaves.append(values[name])
     return leaves
