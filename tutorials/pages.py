@@ -12,6 +12,7 @@ MODULES = {
     "trl_storages": "",
     "trl_storages.datasets": "datasets.",
     "trl_storages.functional": "functional.",
+    "trl_storages.plotting": "plotting.",
 }
 
 
