@@ -20,7 +20,7 @@ from trl_storages.torchrl_compat import reject_torchrl_components
 
 __all__ = ["Drawn", "ReplaySampler", "WrappingSampler", "layers_of", "resolve_sampler"]
 
-#: `[B]` int64 slots, and the sampler's entries of the batch, as arrays `[B, ...]`.
+#: `[B]` int64 slots, and the sampler's fields of the batch, as arrays `[B, ...]`.
 Drawn = tuple[np.ndarray, dict[Any, np.ndarray]]
 
 
@@ -65,7 +65,7 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
             batch_size: B.
 
         Returns:
-            `[B]` int64 slots, and the sampler's entries of the batch, on the host.
+            `[B]` int64 slots, and the sampler's fields of the batch, on the host.
 
         Raises:
             RuntimeError: the storage is empty.
@@ -86,7 +86,7 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
             window: number of the newest steps of each lane to draw from; None draws from all steps.
 
         Returns:
-            `[B]` int64 slots, and the sampler's entries of the batch, as arrays `[B, ...]`.
+            `[B]` int64 slots, and the sampler's fields of the batch, as arrays `[B, ...]`.
         """
         raise NotImplementedError
 

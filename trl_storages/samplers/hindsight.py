@@ -129,13 +129,13 @@ class HERSampler(WrappingSampler):
     ) -> None:
         self._goal_key = validation.root_key("goal_key", goal_key)
         # Keys of the goal slots and of the relabelling mask in a batch.
-        self._entries = keys.goal_entries(self._goal_key)
+        self._drawn_keys = keys.goal_entries(self._goal_key)
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
 
     def _check_base(self, base: ReplaySampler) -> None:
         for layer in base.components():
-            if isinstance(layer, HERSampler) and {*self._entries} & {*layer._entries}:
+            if isinstance(layer, HERSampler) and {*self._drawn_keys} & {*layer._drawn_keys}:
                 raise ValueError(
                     f"goal_key must differ from the goal_key of base, got {self.goal_key!r} and "
                     f"{layer.goal_key!r}: pass another goal_key, or mix strategies in one HERSampler."
@@ -158,7 +158,7 @@ class HERSampler(WrappingSampler):
         """Draws transitions and their goal transitions.
 
         Returns:
-            `[B]` int64 slots, and the base's entries with `goal_index`, `[B]` int64 slots of the goal
+            `[B]` int64 slots, and the base's fields with `goal_index`, `[B]` int64 slots of the goal
             transitions (the same slot if a transition is not relabelled), and `her_mask`, `[B]` bool.
             With another `goal_key` both are named after the key, see `keys.goal_entries`.
         """
@@ -171,7 +171,7 @@ class HERSampler(WrappingSampler):
             kinds = np.full(1, _random_kind(int(goal_noise[0]), self.num_goals, mixture), np.uint8)
         is_geometric = "geometric" in dict(mixture)
         steps = _geometric_steps(goal_noise, self.discount) if is_geometric else None
-        index_key, mask_key = self._entries
+        index_key, mask_key = self._drawn_keys
         info[index_key] = view.episodes.goals(slots, goal_noise, kinds, steps)
         info[mask_key] = kinds > 0
         return slots, info

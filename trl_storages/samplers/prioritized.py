@@ -416,17 +416,17 @@ class Priorities:
         return priority_tree.least_within(self._minima, self.starts, ranges)
 
 
-def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
-    """Returns `[num_rows]` float32 priorities on the host.
+def checked_priorities(priority: Any, num_slots: int) -> np.ndarray:
+    """Returns `[num_slots]` float32 priorities on the host.
 
     Raises:
-        ValueError: a priority is negative or not finite, or their number is neither 1 nor `num_rows`.
+        ValueError: a priority is negative or not finite, or their number is neither 1 nor `num_slots`.
     """
     priorities = validation.values("priority", priority).detach()
     values = priorities.float().cpu().numpy().reshape(-1)
-    if len(values) not in (1, num_rows):
+    if len(values) not in (1, num_slots):
         raise ValueError(
-            f"expected one priority per transition, {num_rows}, got {len(values)}. No priority was "
+            f"expected one priority per transition, {num_slots}, got {len(values)}. No priority was "
             "updated."
         )
     if not priority_tree.are_priorities(values):
@@ -436,4 +436,4 @@ def checked_priorities(priority: Any, num_rows: int) -> np.ndarray:
             non_finite = values[~np.isfinite(values)][0]
             problem = f"must be finite, got {non_finite}: the loss or the network has diverged"
         raise ValueError(f"priorities {problem}. No priority was updated.")
-    return values if len(values) == num_rows else values.repeat(num_rows)
+    return values if len(values) == num_slots else values.repeat(num_slots)

@@ -146,8 +146,8 @@ class ERESampler(WrappingSampler):
         # The exponent of the last update is 1000 for each K, so that eta has the same effect in phases of
         # any length.
         progress = min(phase.update / max(phase.num_updates, 1), 1)
-        num_rows = episodes.capacity if self.reference == "capacity" else num_stored
-        return min(max(int(num_rows * self.eta ** (1000 * progress)), self.c_min), num_stored)
+        num_counted = episodes.capacity if self.reference == "capacity" else num_stored
+        return min(max(int(num_counted * self.eta ** (1000 * progress)), self.c_min), num_stored)
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update: the base draws within the window."""

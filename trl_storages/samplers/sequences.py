@@ -41,7 +41,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
     - "cross": spans the lane's previous and next episodes, as in Dreamer, and pads only where the lane
       has no older or newer transitions. `is_init` marks the first transition of each episode.
 
-    The sampler's entries for the anchor (a priority weight, a goal) are repeated for each transition, so
+    The sampler's fields of the anchor (a priority weight, a goal) are repeated for each transition, so
     a sequence has one goal, even across episodes. Overlapping sequences cost no extra storage.
 
     The boundaries correspond to TorchRL's `Sequence` with `episode_boundary` "pad", "stop" and
@@ -79,7 +79,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
     @property
     def num_steps(self) -> int:
-        """S; `batch.reshape(-1, unit.num_steps)` contains one sequence per row."""
+        """S; `batch.reshape(-1, unit.num_steps)[i]` is sequence i."""
         return self.burn_in + self.length + self.bootstrap
 
     def expand(
@@ -92,11 +92,11 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
 
         Args:
             index: `[B]` int64 slots of the anchors.
-            info: the sampler's entries `[B, ...]`, which are repeated for each transition.
+            info: the sampler's fields `[B, ...]`, which are repeated for each transition.
             storage: a storage with an episode index.
 
         Returns:
-            `[B * S]` int64 slots, and the info with further entries:
+            `[B * S]` int64 slots, and the info with further fields:
 
             - `anchor_index`, `[B * S]` int64: the slot of the anchor;
             - `sequence_id`, `[B * S]` int64: 0 .. B - 1;
@@ -181,7 +181,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         return target, is_valid[:, : self.length] & (is_terminal | is_known)
 
     def _after_burn_in(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
-        """Returns an entry of the batch without the burn-in, `[B, length + bootstrap]`."""
+        """Returns a field of the batch without the burn-in, `[B, length + bootstrap]`."""
         column = batch.get(key, None)
         if column is None:
             raise KeyError(f"the batch has no {key!r}: pass a batch sampled with this sample_unit.")

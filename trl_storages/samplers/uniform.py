@@ -92,7 +92,7 @@ class UniformSampler(ReplaySampler):
         return self._has_epochs
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws `[B]` slots, and no entries.
+        """Draws `[B]` slots, and no fields.
 
         Raises:
             ValueError: a window is given, and the sampler samples without replacement.

@@ -38,7 +38,7 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
         """Changes the sampled transitions.
 
         Args:
-            rows: `[B]` the transitions, as changed by earlier transforms, with the sampler's entries. To
+            rows: `[B]` the transitions, as changed by earlier transforms, with the sampler's fields. To
                 change rewards or flags, change those of `rows.steps`, from which a later `NStep`
                 computes n-step returns. Then the transform works before and after `NStep`.
         """
@@ -47,7 +47,7 @@ class ReplayTransform(Strict, Transform):  # type: ignore[misc]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Raises a RuntimeError, because only a `ReplayStorage` can apply the transform."""
         raise RuntimeError(
-            f"{type(self).__name__} reads further transitions and the entries of the sampler, which only "
+            f"{type(self).__name__} reads further transitions and the fields of the sampler, which only "
             "a ReplayStorage passes to its transforms: use ReplayStorage(transform="
             f"{type(self).__name__}(...))."
         )

@@ -47,10 +47,10 @@ class NStep(ReplayTransform):
         reward_t <- Σ γ^i · reward_{t+i},  i = 0 .. m - 1
         next_t   <- next_{t+m-1}
 
-    `done`, `terminated`, `truncated` and every other entry under `next` come from the last step of the
+    `done`, `terminated`, `truncated` and every other field under `next` come from the last step of the
     window. `steps_to_next_obs`, int64 of the shape of the rewards, is m, so that TorchRL's losses
     bootstrap with γ^m: at a truncation, a split or the newest step, but never at a terminal state. Root
-    entries are unchanged.
+    fields are unchanged.
 
     Transitions are stored as single steps, so n and γ may change between samples. Only the rewards of
     intermediate steps are read.
@@ -60,9 +60,9 @@ class NStep(ReplayTransform):
 
     **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, the rewards of each
     agent are summed separately. The transition's `done` ends the window of all agents; the `done` of a
-    single agent is an ordinary entry.
+    single agent is an ordinary field.
 
-    **Several rewards.** With `reward_key=[("next", "reward"), ("next", "cost")]` each entry is summed
+    **Several rewards.** With `reward_key=[("next", "reward"), ("next", "cost")]` each field is summed
     separately, over the same window.
 
     **HER.** In `Compose(GoalRelabel(...), NStep(...))` all rewards of a window are for the goal of its
@@ -160,7 +160,8 @@ class NStep(ReplayTransform):
             rows.follow_window(lengths - 1)
         for key in changes:
             if key[0] == "next" and key not in reward_keys:
-                rows[key] = _values_at(window[key], lengths - 1)
+                batch = torch.arange(len(lengths), device=lengths.device)
+                rows[key] = window[key][lengths - 1, batch]
         rows.steps, rows.window, rows.has_returns = rows, None, True
         shape = rewards[0].shape[1:]
         counts = lengths.view(-1, *(1,) * (len(shape) - 1))
@@ -179,11 +180,6 @@ def _lengths_to_terminal(terminated: torch.Tensor, lengths: torch.Tensor) -> tor
     is_terminal = terminated.reshape(*terminated.shape[:2], -1).any(2)
     # The number of steps before the first terminal step, plus 1.
     return torch.minimum(lengths, (is_terminal.cumsum(0) == 0).sum(0) + 1)
-
-
-def _values_at(values: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Returns the values `[B, ...]` at one step `[B]` of each window, from values `[n, B, ...]`."""
-    return values[steps, torch.arange(len(steps), device=steps.device)]
 
 
 def _discounted_sums(

@@ -60,7 +60,7 @@ class GoalRelabel(ReplayTransform):
         goal_key: the drawn goal that is written, and its key, as in `HERSampler(goal_key=...)`; None is
             the desired goal. If the transitions do not contain this key, transitions that are not
             relabelled get `desired_goal`.
-        info_keys: further entries passed to the functions, under the names given here. A plain name is
+        info_keys: further fields passed to the functions, under the names given here. A plain name is
             read under `next`, where infos are stored, or at the root if `next` does not contain the name,
             as with "action".
         audit: whether the first batch after 1,000 stored transitions warns, once, if `reward_fn` differs
@@ -141,7 +141,7 @@ class GoalRelabel(ReplayTransform):
 
     @property
     def info_keys(self) -> tuple[NestedKey, ...]:
-        """Further entries passed to the functions."""
+        """Further fields passed to the functions."""
         return self._info_keys
 
     def replay(self, rows: BatchRows) -> None:

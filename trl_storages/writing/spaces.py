@@ -89,7 +89,7 @@ def transition_fields(
     actions = _fields_of(action_space, keys.ACTION, batch_dims)
     for name, space_fields in (("observation_space", observations), ("action_space", actions)):
         if not space_fields:
-            raise ValueError(f"{name} must have an entry, got none.")
+            raise ValueError(f"{name} must have a field, got none.")
     # The fields of every transition come first, so that no space can replace them.
     fields = dict(OUTCOME_FIELDS)
     next_observations = {keys.next_key(key): field for key, field in observations.items()}
