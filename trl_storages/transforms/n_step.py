@@ -156,7 +156,10 @@ class NStep(ReplayTransform):
         lengths = rows.lengths if rows.is_on_host else sent(rows.lengths, rows.device)
         # A stored terminal step ends its episode, so only a recomputed flag can end a window earlier.
         if self.terminated_key in changes:
-            lengths = _lengths_to_terminal(window[self.terminated_key], lengths)
+            flags = window[self.terminated_key]
+            is_terminal = flags.reshape(*flags.shape[:2], -1).any(2)
+            # The number of steps before the first terminal step, plus 1.
+            lengths = torch.minimum(lengths, (is_terminal.cumsum(0) == 0).sum(0) + 1)
             rows.follow_window(lengths - 1)
         for key in changes:
             if key[0] == "next" and key not in reward_keys:
@@ -173,13 +176,6 @@ class NStep(ReplayTransform):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_step={self.n_step}, discount={self.discount})"
-
-
-def _lengths_to_terminal(terminated: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the lengths `[B]` of windows that end at the first terminal step of flags `[n, B, ...]`."""
-    is_terminal = terminated.reshape(*terminated.shape[:2], -1).any(2)
-    # The number of steps before the first terminal step, plus 1.
-    return torch.minimum(lengths, (is_terminal.cumsum(0) == 0).sum(0) + 1)
 
 
 def _discounted_sums(

@@ -178,11 +178,8 @@ class GoalRelabel(ReplayTransform):
             stored, reward = stored.to(dtype), reward.to(dtype)
         is_chosen = _expand_mask(is_relabelled, steps, stored)
         steps.changes[self._reward_key] = torch.where(is_chosen, reward, stored)
-        if self.terminated_fn is not None:
-            self._set_flags(steps, goals, is_relabelled)
-
-    def _set_flags(self, steps: Rows, goals: torch.Tensor, is_relabelled: torch.Tensor) -> None:
-        """Recomputes the flags of steps `[*n, B]` for goals `[B, *G]` where `is_relabelled` `[B]`."""
+        if self.terminated_fn is None:
+            return
         stored, done = steps[self._terminated_key], steps[self._done_key]
         terminated = self._values("terminated_fn", steps, goals, stored)
         if terminated.dtype is not torch.bool:

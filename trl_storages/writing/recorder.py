@@ -58,8 +58,12 @@ class Recorder:
         autoreset_mode: AutoresetMode | str | None = None,
         info_keys: InfoKeys = (),
     ) -> None:
-        self.num_envs = num_envs
-        self.autoreset_mode = _as_mode(autoreset_mode)
+        if not isinstance(autoreset_mode, AutoresetMode | None):
+            names = [mode.value for mode in AutoresetMode]
+            autoreset_mode = AutoresetMode(
+                validation.choice("autoreset_mode", autoreset_mode, names)
+            )
+        self.num_envs, self.autoreset_mode = num_envs, autoreset_mode
         self.info_keys = validation.keys("info_keys", info_keys)
         self._info_paths = {key: _info_path(key, self.info_keys) for key in self.info_keys}
         self._choices = choices or {}
@@ -201,13 +205,6 @@ class Recorder:
                 f"Pass num_envs={num_flags} and the spaces of a single environment, or use from_env(env)."
             )
         return is_vector
-
-
-def _as_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
-    if mode is None or isinstance(mode, AutoresetMode):
-        return mode
-    names = [item.value for item in AutoresetMode]
-    return AutoresetMode(validation.choice("autoreset_mode", mode, names))
 
 
 def _fields_of(step: Step, is_vector: bool) -> dict[NestedKey, Kind]:

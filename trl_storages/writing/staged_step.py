@@ -165,7 +165,7 @@ class _FieldTarget:
     """
 
     def __init__(self, field: Field, frames: torch.Tensor, name: str, is_vector: bool) -> None:
-        self.key, self._field, self._frames, self._name = field.key, field, frames, name
+        self._field, self._frames, self._name = field, frames, name
         self._is_reward = field.key == keys.REWARD
         self.all_envs: Any = slice(None) if is_vector else 0
         self.view: Any = frames[self.all_envs]

@@ -5,7 +5,6 @@ Letters: N transitions, U episodes.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -167,10 +166,8 @@ def _distribute(lengths: np.ndarray, fill: np.ndarray) -> np.ndarray:
         lengths: `[U]` lengths of the episodes.
         fill: `[E]` number of transitions in each lane before.
     """
-    heap = [(count, lane) for lane, count in enumerate(fill.tolist())]
-    heapq.heapify(heap)
-    lanes = np.empty(len(lengths), np.int64)
-    for turn, length in enumerate(lengths.tolist()):
-        count, lanes[turn] = heap[0]
-        heapq.heapreplace(heap, (count + length, heap[0][1]))
+    counts, lanes = fill.copy(), np.empty(len(lengths), np.int64)
+    for turn, length in enumerate(lengths):
+        lanes[turn] = counts.argmin()
+        counts[lanes[turn]] += length
     return lanes

@@ -292,7 +292,12 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             self._check_unchanged(block, staged, source)
             num_gaps -= int((self._notes.written_at[block.lanes] <= self._resumed_at).sum())
             if cuts_gaps and num_gaps > 0 and not self._warned_of_gaps:
-                self._warn_of_gaps()
+                self._warned_of_gaps = True
+                warn_caller(
+                    "a transition does not begin with the next observation of the transition before it "
+                    "in its lane: its episode is split there. Call end_episodes() where environments are "
+                    'reset early, or pass on_gap="ignore" if observations are changed between steps.'
+                )
             slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
         self._notes.count_steps(block.lanes, len(slots))
         return torch.from_numpy(slots)
@@ -320,14 +325,6 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 f"{self.traj_key!r}. If the transitions are unrelated, set 'truncated' and 'done' of "
                 "each. Nothing was written."
             )
-
-    def _warn_of_gaps(self) -> None:
-        self._warned_of_gaps = True
-        warn_caller(
-            "a transition does not begin with the next observation of the transition before it in its "
-            "lane: its episode is split there. Call end_episodes() where environments are reset early, "
-            'or pass on_gap="ignore" if observations are changed between steps.'
-        )
 
     def _check_unchanged(self, block: Block, staged: Staging, source: Any) -> None:
         """Checks that observations equal the newest next observations of their lanes.
