@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trl_storages.entries.arena import Arena
+from trl_storages.entries.layout import Block
 from trl_storages.validation import counted
 
-__all__ = ["LaneNotes", "Routing", "all_lanes", "in_lane_order", "num_steps_of", "route"]
+__all__ = ["LaneNotes", "Routing", "in_lane_order", "route"]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -34,32 +35,28 @@ class Routing(NamedTuple):
     """`[N]` the rank in the data of each sorted transition; None if the data are already sorted."""
 
 
-def in_lane_order(lanes: np.ndarray, num_steps: int) -> Routing:
-    """Returns the routing of data `[L, T]` for these lanes."""
-    return Routing(lanes, np.arange(len(lanes) + 1) * num_steps, None)
+@lru_cache
+def in_lane_order(lanes: Sequence[int], batch_size: Sequence[int]) -> Routing:
+    """Returns the routing of data `[*L, T]`, or of one step of each lane `[*L]`, for these lanes.
 
-
-def num_steps_of(batch_size: Sequence[int], num_lanes: int) -> int:
-    """Returns T of data `[*L, T]`, or 1 for one step of each lane `[*L]`; L may be several dimensions.
+    L may be several dimensions.
 
     Raises:
         ValueError: the data have another shape.
     """
+    num_lanes = len(lanes)
     if prod(batch_size) == num_lanes:
-        return 1
-    if batch_size and prod(batch_size[:-1]) == num_lanes:
-        return batch_size[-1]
-    raise ValueError(
-        f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or [{num_lanes}] "
-        f"(one step of each), got {[*batch_size]}. Create the replay buffer with the num_envs of the "
-        "data, pass lanes=[...], or pass transitions [N] with trajectory ids (traj_key)."
-    )
-
-
-@lru_cache
-def all_lanes(num_envs: int, num_steps: int) -> Routing:
-    """Returns the routing of data `[E, T]`."""
-    return in_lane_order(np.arange(num_envs), num_steps)
+        num_steps = 1
+    elif prod(batch_size[:-1]) == num_lanes:
+        num_steps = batch_size[-1]
+    else:
+        raise ValueError(
+            f"a batch for {counted(num_lanes, 'lane')} must be [{num_lanes}, T] (time last) or "
+            f"[{num_lanes}] (one step of each), got {[*batch_size]}. Create the replay buffer with the "
+            "num_envs of the data, pass lanes=[...], or pass transitions [N] with trajectory ids "
+            "(traj_key)."
+        )
+    return Routing(np.array(lanes, np.int64), np.arange(num_lanes + 1) * num_steps, None)
 
 
 def route(
@@ -183,43 +180,48 @@ class LaneNotes:
         self._shared = state["shared"]
         self._use(state["table"] if self._shared is None else self._shared.arrays["notes"])
 
-    def _valid(self, lanes: Any, cursors: np.ndarray) -> np.ndarray:
+    def _valid(self, lanes: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns `[L]` which note of each lane is valid: the later one, if its cursor is published."""
         since = self._notes[:, 0, lanes]
         return np.asarray(since.argmax(0) ^ (since.max(0) > cursors[lanes]))
 
-    def trajectories(self, cursors: np.ndarray, lanes: Any = slice(None)) -> np.ndarray:
-        """Returns the last trajectory of each lane `[L]`; `cursors` `[E]` are those of the index."""
-        lanes = np.arange(len(self.written_at))[lanes]
+    def trajectories(self, cursors: np.ndarray) -> np.ndarray:
+        """Returns the last trajectory of each lane `[E]`; `cursors` `[E]` are those of the index."""
+        lanes = np.arange(len(cursors))
         return np.asarray(self._notes[self._valid(lanes, cursors), 1, lanes])
 
     def reset(self, trajectories: np.ndarray) -> None:
         """Sets the last trajectories `[E]`, valid at once."""
         self._notes[:, 0], self._notes[:, 1] = 0, trajectories
 
-    def add(
-        self,
-        lanes: np.ndarray,
-        num_steps: np.ndarray,
-        cursors: np.ndarray,
-        trajectories: np.ndarray | None,
-    ) -> np.ndarray:
-        """Adds notes that become valid once transitions are published.
+    def add(self, block: Block, trajectories: np.ndarray | None, cursors: np.ndarray) -> None:
+        """Adds notes that become valid once a block is published.
+
+        The block is cut where a transition begins another trajectory than that of the transition before
+        it, and where another process wrote its lane last.
 
         Args:
-            lanes: `[L]` the lanes of the transitions.
-            num_steps: `[L]` number of transitions per lane.
+            block: the transitions.
+            trajectories: `[N]` the trajectory of each transition; None if the numbers are unknown.
             cursors: `[E]` cursors before the transitions.
-            trajectories: `[L]` the last trajectories; None keeps them.
-
-        Returns:
-            `[L]` bool, whether another process wrote the lane last.
         """
-        notes, process = self._notes, os.getpid()
+        if trajectories is None and not self.is_shared:
+            return
+        lanes, offsets, *_ = block
+        notes, process, first = self._notes, os.getpid(), offsets[:-1]
         valid = self._valid(lanes, cursors)
-        target, previous_process = 1 - valid, notes[valid, 2, lanes]
+        _, last_trajectories, last_process = notes[valid, :, lanes].T
+        begins = np.zeros(offsets[-1], bool)
+        if trajectories is not None:
+            begins[1:] = trajectories[1:] != trajectories[:-1]
+            # The first transition may continue the last trajectory of its lane.
+            begins[first] = trajectories[first] != last_trajectories
+            last_trajectories = trajectories[offsets[1:] - 1]
+        if self.is_shared:  # another process has other environments
+            begins[first] |= last_process != process
+        block.cut[begins] = True
+        target = 1 - valid
         notes[target, 0, lanes] = _NEVER  # until the note is complete
-        notes[target, 1, lanes] = notes[valid, 1, lanes] if trajectories is None else trajectories
+        notes[target, 1, lanes] = last_trajectories
         notes[target, 2, lanes] = process
-        notes[target, 0, lanes] = cursors[lanes] + num_steps
-        return previous_process != process
+        notes[target, 0, lanes] = cursors[lanes] + np.diff(offsets)

@@ -21,7 +21,7 @@ from tensordict import NestedKey, unravel_key
 from trl_storages import keys, validation
 from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
-from trl_storages.writing.lanes import Routing, all_lanes
+from trl_storages.writing.lanes import Routing, in_lane_order
 from trl_storages.writing.spaces import OUTCOME_FIELDS, Choices, InfoKeys, Kind, as_tensor
 from trl_storages.writing.staged_step import StagedStep
 
@@ -68,6 +68,7 @@ class Recorder:
         self._info_paths = {key: _info_path(key, self.info_keys) for key in self.info_keys}
         self._choices = choices or {}
         self._no_envs = np.zeros(num_envs, bool)
+        self._all_lanes = in_lane_order(range(num_envs), (num_envs,))
         # With `NextStep`: the phase `[E]` of each environment, and the last observation of its last
         # episode, `[E, S]`, None after a load.
         self._phases = np.full(num_envs, _RUNNING)
@@ -91,7 +92,7 @@ class Recorder:
         if staged is None or staged.is_vector != is_vector or staged.layout is not storage.layout:
             staged = self._staged = self._staging_for(step, infos, is_vector, storage)
         staged.put(step)
-        routing, was_reset = all_lanes(self.num_envs, 1), self._no_envs
+        routing, was_reset = self._all_lanes, self._no_envs
         is_reset = is_repeated = self._no_envs
         if self.autoreset_mode is _NEXT_STEP:
             is_reset, is_repeated = self._find_resets(staged)

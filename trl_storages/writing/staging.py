@@ -55,21 +55,16 @@ class Staging:
             if field.stack:
                 self.views[field.key] = layout.frames_of(field, packed)
 
-    def block(self, routing: Routing, cut: np.ndarray | None = None) -> Block:
-        """Returns the transitions as a block, valid until the staging is filled again.
-
-        Args:
-            routing: lane of each transition.
-            cut: `[N]` bool in the order of the routing, whether a transition begins an episode whatever
-                the transition before it is; None is False for all.
-        """
+    def block(self, routing: Routing) -> Block:
+        """Returns the transitions as a block, valid until the staging is filled again."""
         lanes, offsets, order = routing
         words, done = self.words, self.done
         if order is not None:
             words, done = words[order], done[order]
-        cut = np.zeros(len(done), bool) if cut is None else cut
-        begins = cut if self.device is None else torch.from_numpy(cut).to(self.device)
-        return Block(lanes, offsets, words, done, begins)
+        cut: Any = np.zeros(len(done), bool)
+        if self.device is not None:
+            cut = torch.from_numpy(cut).to(self.device)
+        return Block(lanes, offsets, words, done, cut)
 
     def aliased_keys(self, source: Any) -> list[NestedKey]:
         """Returns the keys of observations that share memory with their next observations.

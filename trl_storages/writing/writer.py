@@ -20,14 +20,7 @@ from trl_storages.serialization import Adopt, State, array, required_items
 from trl_storages.storage.packed_storage import PackedStorage
 from trl_storages.torchrl_compat import reject_torchrl_components
 from trl_storages.validation import Lanes, lane_numbers, warn_caller
-from trl_storages.writing.lanes import (
-    LaneNotes,
-    Routing,
-    all_lanes,
-    in_lane_order,
-    num_steps_of,
-    route,
-)
+from trl_storages.writing.lanes import LaneNotes, Routing, in_lane_order, route
 from trl_storages.writing.staging import StagedBlock, Staging, tensors_in
 from trl_storages.writing.transfer import Transfer, match_fields
 
@@ -164,17 +157,15 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
 
     def _route(self, staged: StagedBlock, lanes: Lanes, trajectories: np.ndarray | None) -> Routing:
         """Returns the lane of each transition; `trajectories` `[N]` are their numbers, if known."""
-        E, batch_size, episodes = self.num_envs, staged.batch_size, self._storage.episodes
-        if lanes is not None:
-            numbers = np.array(lane_numbers(lanes, E), np.int64)
-            return in_lane_order(numbers, num_steps_of(batch_size, len(numbers)))
-        if trajectories is None or len(batch_size) != 1:
-            return all_lanes(E, num_steps_of(batch_size, E))
+        if lanes is not None or trajectories is None or len(staged.batch_size) != 1:
+            E = self.num_envs
+            numbers = range(E) if lanes is None else (*lane_numbers(lanes, E),)
+            return in_lane_order(numbers, staged.batch_size)
         return route(
             trajectories,
             torch.as_tensor(staged.done, device="cpu").numpy(),
-            last_trajectories=self._notes.trajectories(episodes.cursors),
-            is_open=episodes.is_open,
+            last_trajectories=self._trajectories(),
+            is_open=self._storage.episodes.is_open,
             written_at=self._notes.written_at,
         )
 
@@ -246,14 +237,6 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             names = sorted(unstored, key=str)
             warn_caller(f"the replay buffer has no fields for {names}, which are left out: {hint}")
 
-    def _changes_of(self, trajectories: np.ndarray, routing: Routing) -> np.ndarray:
-        """Returns `[N]` bool, whether a transition begins another trajectory, in the routing's order."""
-        is_new = np.append(False, trajectories[1:] != trajectories[:-1])
-        # The first transition may continue the last trajectory of its lane.
-        first, cursors = routing.offsets[:-1], self._storage.episodes.cursors
-        is_new[first] = trajectories[first] != self._notes.trajectories(cursors, routing.lanes)
-        return is_new
-
     # Staged steps
 
     def append(
@@ -280,17 +263,19 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 with its next observation was changed after the last step; or the transitions of a flat
                 batch can't be of one environment. Nothing is written then.
         """
-        cut = None if trajectories is None else self._changes_of(trajectories, routing)
-        block = staged.block(routing, cut)
-        self._prepare(block, staged.layout, trajectories)
-        storage, cuts_gaps = self._storage, self.on_gap == "cut"
+        storage, layout, notes = self._storage, staged.layout, self._notes
+        block, cuts_gaps = staged.block(routing), self.on_gap == "cut"
+        layout.check_stacks(block.words)
+        if storage.layout is None:
+            storage.allocate(layout)
+        notes.add(block, trajectories, storage.episodes.cursors)
         slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=True)
         if num_gaps:  # nothing was written yet
             is_flat = trajectories is None and len(staged.batch_size) == len(block.lanes) == 1
             if cuts_gaps and is_flat:
                 self._check_continues(num_gaps, len(block.done))
             self._check_unchanged(block, staged, source)
-            num_gaps -= int((self._notes.written_at[block.lanes] <= self._resumed_at).sum())
+            num_gaps -= int((notes.written_at[block.lanes] <= self._resumed_at).sum())
             if cuts_gaps and num_gaps > 0 and not self._warned_of_gaps:
                 self._warned_of_gaps = True
                 warn_caller(
@@ -299,21 +284,8 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                     'reset early, or pass on_gap="ignore" if observations are changed between steps.'
                 )
             slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
-        self._notes.count_steps(block.lanes, len(slots))
+        notes.count_steps(block.lanes, len(slots))
         return torch.from_numpy(slots)
-
-    def _prepare(self, block: Block, layout: Layout, trajectories: np.ndarray | None) -> None:
-        """Checks stacks, allocates the storage, and adds notes on the lanes of a block."""
-        storage, notes = self._storage, self._notes
-        layout.check_stacks(block.words)
-        if storage.layout is None:
-            storage.allocate(layout)
-        if notes.is_shared or trajectories is not None:
-            lanes, offsets, *_ = block
-            last = None if trajectories is None else trajectories[offsets[1:] - 1]
-            is_foreign = notes.add(lanes, np.diff(offsets), storage.episodes.cursors, last)
-            if notes.is_shared:  # another process has other environments
-                block.cut[offsets[:-1][is_foreign]] = True
 
     def _check_continues(self, num_gaps: int, num_steps: int) -> None:
         """Raises a ValueError if a flat batch without trajectory ids can't be of one environment."""
@@ -374,7 +346,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             transfer.number_steps()
         priorities = source.episodes.priorities[transfer.slots]
         for block, ranks in transfer.blocks(layout, sources):
-            self._prepare(block, layout, None)
+            self._notes.add(block, None, target.episodes.cursors)
             slots, _ = target.append(block, cuts_gaps=False)
             self._notes.count_steps(block.lanes, len(slots))
             is_live, index = slots >= 0, target.episodes
