@@ -18,7 +18,7 @@ from trl_storages import validation
 __all__ = ["Adopt", "State", "all_of", "array", "from_json", "required_items", "to_json"]
 
 State = dict[str, Any]
-Adopt = Callable[[], None]
+Adopt = Callable[[], object]
 # Names that mark a tensor and a tuple in JSON, which has neither. No name of a state begins with a dot.
 _TENSOR, _TUPLE = ".tensor", ".tuple"
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,15 +23,13 @@ class Prefetcher(deque[SimpleQueue[Any]]):
     Args:
         sample: returns a batch.
         number: how many batches are prefetched; 0 prefetches none.
-
-    Attributes:
-        lock: is taken before the locks of the replay buffer.
     """
 
     def __init__(self, sample: Callable[[], Any], number: int) -> None:
         super().__init__()
         self._sample, self.number = sample, number
-        self.lock = threading.RLock()
+        # Is taken before the locks of the replay buffer.
+        self._lock = threading.RLock()
         # The process that the thread belongs to, and the requests that the thread works through. One
         # thread only, as several would change the order of the batches.
         self._process, self._requests = -1, SimpleQueue[Any]()
@@ -44,7 +41,7 @@ class Prefetcher(deque[SimpleQueue[Any]]):
         Raises:
             Exception: the error that sampling this batch raised.
         """
-        with self.lock:
+        with self._lock:
             if self._process != os.getpid():
                 self._start()
             # The queue leaves the deque first: no later call waits for a batch that was received here.
@@ -55,19 +52,15 @@ class Prefetcher(deque[SimpleQueue[Any]]):
                 self.append(self._request(self._sample))
             return batch
 
-    def wait(self) -> AbstractContextManager[None]:
-        """Waits until all requested batches are sampled; call it with the lock held.
-
-        Returns:
-            a context that does nothing, so that it fits into a `with` statement after the lock.
-        """
-        if self._process == os.getpid():
-            self._request(_do_nothing).get()
-        return nullcontext()
+    def wait(self) -> None:
+        """Waits until all requested batches are sampled."""
+        with self._lock:
+            if self._process == os.getpid():
+                self._request(_do_nothing).get()
 
     def close(self) -> None:
         """Drops all batches, and ends the thread."""
-        with self.lock:
+        with self._lock:
             self.clear()
             self._process = -1
             self._stop()

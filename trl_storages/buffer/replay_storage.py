@@ -30,10 +30,10 @@ from trl_storages.buffer.loader import make_loader
 from trl_storages.buffer.prefetch import Prefetcher
 from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
-    component_states,
-    prepare_load,
-    prepare_load_components,
-    resume,
+    component_state,
+    prepare_load_component,
+    prepare_load_generator,
+    prepare_load_samplers,
 )
 from trl_storages.directory.files import ProcessLock
 from trl_storages.index import EmptyError, EpisodeIndex
@@ -46,7 +46,7 @@ from trl_storages.samplers import (
     layers_of,
     resolve_sampler,
 )
-from trl_storages.serialization import State, from_json, to_json
+from trl_storages.serialization import Adopt, State, all_of, from_json, required_items, to_json
 from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.storage import dumps
 from trl_storages.storage.packed_storage import PackedStorage
@@ -82,6 +82,8 @@ _PASS_HER = "reward_fn to HERReplayStorage, or sampler=HERSampler(...) to Replay
 # No batch is sampled while a setting changes.
 _setting = partial(ComponentSetting, lock_of=attrgetter("_replay_lock"))
 _NO_LOCK = nullcontext()
+_STATE = ("parts", "writer", "recorder", "generator", "cursors")
+_NOT_COPIED = ("_iterator", "_pipeline", "_replay_lock", "_rng")
 # Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
@@ -207,7 +209,12 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self.share(shared)
         # A directory is created after all checks.
         storage.prepare()
-        resume(self)
+        if (saved := storage.backend.state) and storage.backend.is_writer:
+            try:
+                adopt = self._prepare_load_components(from_json(saved), reopened=True)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{storage.path} is damaged: {error}") from error
+            adopt()
 
     @classmethod
     def _ServiceClass(  # noqa: N802  (TorchRL's name)
@@ -445,8 +452,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         if validation.instance("other", other, ReplayStorage) is self:
             raise ValueError("other must be another replay buffer, got this one.")
         own, its = self._prioritized, other._prioritized
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), other._replay_lock, other._write_lock:
+        self.synchronize()
+        with other._replay_lock, other._write_lock:
             if its is not None:
                 its.priorities_of(other._storage.view())  # new transitions get their priorities
             with self._replay_lock, self._write_lock:
@@ -494,10 +501,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         empty_write_count = validation.flag("empty_write_count", empty_write_count)
         keep_steps = validation.integer("keep_steps", keep_steps)
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
             self._storage.empty(keep_steps)
-            ahead.clear()
+            self._prefetch_queue.clear()
             self._writer._empty(empty_write_count)
             self._sampler._empty()
 
@@ -694,19 +701,17 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             RuntimeError: no complete episode is stored.
         """
         n = validation.integer("n", n, at_least=1)
-        # Not while batches are prefetched, so that a seed samples the same episodes.
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
+        self.synchronize()  # so that a seed samples the same episodes
+        with self._replay_lock, self._write_lock:
             return self._pipeline.sample_episodes(n, self._rng)
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[TensorDictBase]:
         """Returns an iterator over `num_batches * epochs` batches."""
-        number = validation.integer("num_batches", num_batches) * validation.integer(
-            "epochs", epochs
-        )
-        return (self.sample(batch_size) for _ in range(number))
+        num_batches = validation.integer("num_batches", num_batches)
+        num_batches *= validation.integer("epochs", epochs)
+        return (self.sample(batch_size) for _ in range(num_batches))
 
     def loader(
         self,
@@ -747,8 +752,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     def synchronize(self) -> None:
         """Waits until all requested batches are prefetched."""
-        with (ahead := self._prefetch_queue).lock:
-            ahead.wait()
+        self._prefetch_queue.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the prefetching thread; nothing is sampled afterwards."""
@@ -833,10 +837,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         validation.tensordict("data", data)
         if (sampler := self._prioritized) is None:
             return
-        drawn = sampled_priorities(data, self.priority_key, priority, sampler.reduction)
-        slots, values, steps = drawn
+        updates = sampled_priorities(data, self.priority_key, priority, sampler.reduction)
         with self._replay_lock, self._write_lock:
-            sampler.set_priorities(self._storage, slots, values, steps)
+            sampler.set_priorities(self._storage, *updates)
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> None:
         """Sets the priorities of transitions by their slots, such as those that `extend` returned.
@@ -858,9 +861,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         It consists of tensors, numbers, strings, lists and dicts. Prefetched batches are not part of it.
         """
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            rest = component_states(self)  # first, as new transitions get their priorities
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            rest = self._component_states()  # first, as new transitions get their priorities
             return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -870,11 +873,54 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ValueError, TypeError, KeyError: the state is damaged, or belongs to a buffer with another
                 size, layout, number of lanes, or other components. Nothing was changed.
         """
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            adopt = prepare_load(self, state_dict)
-            ahead.clear()
-            adopt()
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            rows, rest = required_items("a replay buffer", state_dict, ("rows", "rest"))
+            adopt = self._prepare_load_components(rest)
+            # Transitions first, because the disk may be too full for them.
+            all_of(
+                self._storage.prepare_load(rows, to_json(rest)), self._prefetch_queue.clear, adopt
+            )()
+
+    def _component_states(self) -> State:
+        """Returns the state except the transitions."""
+        if (prioritized := self._prioritized) is not None:
+            prioritized.priorities_of(self._storage.view())  # sets priorities of new transitions
+        return {
+            "parts": [*map(component_state, self.components())],
+            "writer": self._writer.state(),
+            "recorder": self._recorder.state(),
+            "generator": None if self._rng is None else self._rng.get_state(),
+            "cursors": self.episodes.cursors.tolist(),
+        }
+
+    def _prepare_load_components(self, state: Any, *, reopened: bool = False) -> Adopt:
+        """Checks a state, and returns a function by which all but the transitions continues from it.
+
+        A buffer that is `reopened` keeps the parameters of its constructor, and may have other
+        components. The states of writer and recorder belong to the last transition that was written. If a
+        killed writer wrote more transitions after the state was saved, only their number is adopted.
+        """
+        parts, writer, recorder, rng, cursors = required_items("a replay buffer", state, _STATE)
+        components = self.components()
+        if not isinstance(parts, list) or (len(parts) != len(components) and not reopened):
+            raise ValueError(f"the state must have {len(components)} components: nothing changed.")
+        if reopened:
+            adopts = prepare_load_samplers(components, parts)
+        else:
+            adopts = [*map(prepare_load_component, components, parts)]
+        if rng is not None:
+            generator = self._rng or torch.Generator()
+            adopts += [prepare_load_generator(generator, rng), partial(self.set_rng, generator)]
+        if not isinstance(cursors, list) or not all(type(cursor) is int for cursor in cursors):
+            raise ValueError("cursors must be a list of integers: nothing changed.")
+        if reopened and cursors != (current := self.episodes.cursors.tolist()):
+            count = writer["write_count"] + sum(current) - sum(cursors)
+            writer = {**self._writer.state(), "write_count": count}
+            recorder = self._recorder.state()
+        return all_of(
+            *adopts, self._writer.prepare_load(writer), self._recorder.prepare_load(recorder)
+        )
 
     def dumps(self, path: Any) -> None:
         """Saves the state in a directory. Loading it runs no code.
@@ -890,9 +936,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             OSError: the disk is full, or the directory contains other files.
         """
         path = validation.directory("path", path)
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            self._storage.dumps(path, to_json(component_states(self)))
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            self._storage.dumps(path, to_json(self._component_states()))
 
     def loads(self, path: Any) -> None:
         """Continues from a state that `dumps` saved, parameters included.
@@ -920,7 +966,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             OSError: the disk is full. The transitions are stored as after a kill.
         """
         with self._replay_lock, self._write_lock:
-            self._storage.flush(to_json(component_states(self)))
+            self._storage.flush(to_json(self._component_states()))
 
     def close(self, *, keep: bool = True) -> None:
         """Flushes a directory, and lets another process write. This buffer can still sample.
@@ -933,28 +979,21 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         keep = validation.flag("keep", keep)
         with self._replay_lock, self._write_lock:
-            self._storage.close(to_json(component_states(self)), keep=keep)
+            self._storage.close(to_json(self._component_states()), keep=keep)
 
     def __getstate__(self) -> State:
         """Returns the state of a copy, which has its own transitions."""
-        ahead = self._prefetch_queue
-        with ahead.lock, ahead.wait(), self._replay_lock, self._write_lock:
-            state = {**self.__dict__, "prefetch": self._prefetch_queue.number}
-            own: tuple[str, ...] = (
-                "_prefetch_queue",
-                "_pipeline",
-                "_iterator",
-                "_replay_lock",
-                "_rng",
-            )
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            state = {**self.__dict__, "_prefetch_queue": self._prefetch_queue.number}
             if not self.shared or get_spawning_popen() is None:  # a copy is not shared
-                own += ("_process_lock", "shared")
+                state.update(_process_lock=None, shared=False)
                 # Pickled: tensors that are sent to a spawned process must outlive this call.
-                state["rest"] = pickle.dumps(component_states(self))
-        return {name: state[name] for name in state if name not in own}
+                state["rest"] = pickle.dumps(self._component_states())
+        return {name: value for name, value in state.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: State) -> None:
-        rest, prefetch = state.pop("rest", None), state.pop("prefetch")
+        rest, prefetch = state.pop("rest", None), state.pop("_prefetch_queue")
         self.__dict__.update(state)
         self._replay_lock = threading.RLock()
         self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
@@ -962,7 +1001,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         if rest is not None:
             # This buffer may have written to the directory since.
             is_reopened = self._storage.path is not None
-            prepare_load_components(self, pickle.loads(rest), reopened=is_reopened)()
+            self._prepare_load_components(pickle.loads(rest), reopened=is_reopened)()
 
     # Inspection
 

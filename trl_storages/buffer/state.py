@@ -1,7 +1,4 @@
-"""The state of a replay buffer: everything on which its next writes and samples depend.
-
-All states are checked before one is adopted, so an invalid state changes nothing.
-"""
+"""The states of samplers, transforms and random numbers, on which the next samples depend."""
 
 from __future__ import annotations
 
@@ -12,95 +9,21 @@ import torch
 
 from trl_storages import validation
 from trl_storages.samplers import ReplaySampler
-from trl_storages.serialization import (
-    Adopt,
-    State,
-    all_of,
-    array,
-    from_json,
-    required_items,
-    to_json,
-)
+from trl_storages.serialization import Adopt, State, all_of, array, required_items
 from trl_storages.settings import Setting
 
-__all__ = ["component_states", "prepare_load", "prepare_load_components", "resume"]
+__all__ = [
+    "component_state",
+    "prepare_load_component",
+    "prepare_load_generator",
+    "prepare_load_samplers",
+]
 
-_COMPONENT = ("kind", "parameters", "state")
-_REST = ("parts", "writer", "recorder", "generator", "cursors")
-
-
-def component_states(storage: Any) -> State:
-    """Returns the state of a `ReplayStorage`, except its transitions."""
-    if (prioritized := storage._prioritized) is not None:
-        prioritized.priorities_of(storage._storage.view())  # sets priorities of new transitions
-    generator = storage._rng
-    return {
-        "parts": [_component_state(component) for component in storage.components()],
-        "writer": storage._writer.state(),
-        "recorder": storage._recorder.state(),
-        "generator": None if generator is None else generator.get_state(),
-        "cursors": storage.episodes.cursors.tolist(),
-    }
+_NAMES = ("kind", "parameters", "state")
 
 
-def prepare_load(storage: Any, state: Any) -> Adopt:
-    """Checks a state, and returns a function by which a replay buffer continues from it.
-
-    Raises:
-        ValueError, TypeError, KeyError: the state is damaged, or belongs to another buffer.
-    """
-    rows, rest = required_items("a replay buffer", state, ("rows", "rest"))
-    adopt_rest = prepare_load_components(storage, rest)
-    # Transitions first, because the disk may be too full for them.
-    return all_of(storage._storage.prepare_load(rows, to_json(rest)), adopt_rest)
-
-
-def prepare_load_components(storage: Any, state: Any, *, reopened: bool = False) -> Adopt:
-    """Checks a state, and returns a function by which all but the transitions continues from it.
-
-    A buffer that is `reopened` keeps the parameters of its constructor, and may have other components.
-    The states of writer and recorder belong to the last transition that was written. If a killed writer
-    wrote more transitions after the state was saved, only their number is adopted.
-    """
-    parts, writer, recorder, generator, cursors = required_items("a replay buffer", state, _REST)
-    components = storage.components()
-    if not isinstance(parts, list) or (len(parts) != len(components) and not reopened):
-        raise ValueError(f"the state must have {len(components)} components: nothing changed.")
-    if reopened:
-        adopts = _prepare_load_samplers(components, parts)
-    else:
-        adopts = [*map(_prepare_load_component, components, parts)]
-    adopts.append(_prepare_load_generator(storage, generator))
-    if not isinstance(cursors, list) or not all(type(cursor) is int for cursor in cursors):
-        raise ValueError("cursors must be a list of integers: nothing changed.")
-    if reopened and cursors != (current := storage.episodes.cursors.tolist()):
-        count = writer["write_count"] + sum(current) - sum(cursors)
-        writer = {**storage._writer.state(), "write_count": count}
-        recorder = storage._recorder.state()
-    adopts += [storage._writer.prepare_load(writer), storage._recorder.prepare_load(recorder)]
-    return all_of(*adopts)
-
-
-def resume(storage: Any) -> None:
-    """Continues from the state in the directory of a replay buffer that was reopened for writing.
-
-    Raises:
-        ValueError: the directory is damaged.
-    """
-    words = storage._storage.backend.state
-    if not words or not storage._storage.backend.is_writer:
-        return
-    try:
-        adopt = prepare_load_components(storage, from_json(words), reopened=True)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{storage._storage.path} is damaged: {error}") from error
-    adopt()
-
-
-# Samplers and transforms
-
-
-def _component_state(component: Any) -> State:
+def component_state(component: Any) -> State:
+    """Returns the class, the parameters and the state of a sampler or transform."""
     is_sampler = isinstance(component, ReplaySampler)
     return {
         "kind": type(component).__name__,
@@ -115,11 +38,11 @@ def _parameters(component: Any) -> dict[str, Setting]:
     return {name: it for name, it in settings if isinstance(it, Setting) and it.is_saved}
 
 
-def _prepare_load_samplers(components: list[Any], parts: list[Any]) -> list[Adopt]:
+def prepare_load_samplers(components: list[Any], parts: list[Any]) -> list[Adopt]:
     """Checks the states of samplers, each for the sampler of the same class, and ignores all others."""
     states: dict[str, list[Any]] = {}
     for part in parts:
-        kind, _, state = required_items("a component", part, _COMPONENT)
+        kind, _, state = required_items("a component", part, _NAMES)
         states.setdefault(kind, []).append(state)
     adopts = []
     for sampler in components:
@@ -129,8 +52,13 @@ def _prepare_load_samplers(components: list[Any], parts: list[Any]) -> list[Adop
     return adopts
 
 
-def _prepare_load_component(component: Any, state: Any) -> Adopt:
-    kind, values, state = required_items("a component", state, _COMPONENT)
+def prepare_load_component(component: Any, state: Any) -> Adopt:
+    """Checks a state that `component_state` returned, and returns a function that adopts it.
+
+    Raises:
+        ValueError, TypeError: the state is damaged, or belongs to another component.
+    """
+    kind, values, state = required_items("a component", state, _NAMES)
     if kind != type(component).__name__:
         raise ValueError(
             f"the state must belong to a {type(component).__name__}, got {validation.shown(kind)}: "
@@ -159,14 +87,10 @@ def _prepare_load_module(module: Any, state: Any) -> Adopt:
     return partial(module.load_state_dict, state) if current else all_of()
 
 
-def _prepare_load_generator(storage: Any, state: Any) -> Adopt:
-    if state is None:
-        return all_of()
-    generator = torch.Generator()
+def prepare_load_generator(generator: torch.Generator, state: Any) -> Adopt:
+    """Checks the state of random numbers, and returns a function that adopts it."""
     try:
-        generator.set_state(state)
+        torch.Generator().set_state(state)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"the state of the generator is damaged: {error}") from None
-    if storage._rng is None:
-        return partial(storage.set_rng, generator)
-    return partial(storage._rng.set_state, state)
+    return partial(generator.set_state, state)
