@@ -25,11 +25,11 @@ from tests.benchmarks.tables import format_all, format_missed
 
 ROOT = Path(__file__).parents[2]
 # Sections that are of one number of threads, the first that is asked for.
-ONCE = ("stored_once", "mapped", "cold", "memory")
+ONCE = ("stored_once", "mapped", "lanes", "growth", "cold", "memory")
 # One that measures memory, for which a process must not have had any that it can take again.
 FRESH = ("stored_once",)
 # Sections that compare with what only the CPU has.
-ON_CPU = ("stored_once", "mapped", "memory")
+ON_CPU = ("stored_once", "mapped", "growth", "memory")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

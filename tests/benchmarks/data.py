@@ -170,3 +170,24 @@ def to_tensordict(columns: Columns) -> TensorDict:
     return TensorDict(
         root | {"next": TensorDict(following, [num_rows], device="cpu")}, [num_rows], device="cpu"
     )
+
+
+def steps_of_lanes(num_lanes: int, num_steps: int) -> Iterator[Columns]:
+    """Gives steps `[E, ...]`, each of which continues the one before; the first continues the last."""
+    rng = np.random.default_rng(0)
+
+    def normal(size: int) -> np.ndarray:
+        return rng.standard_normal((num_lanes, size), dtype=np.float32)
+
+    seen = [{part: normal(size) for part, size in PARTS.items()} for _ in range(num_steps)]
+    for now, after in zip(seen, [*seen[1:], seen[0]], strict=True):
+        done = rng.random(num_lanes) < 0.02
+        flags = {"terminated": done, "truncated": np.zeros_like(done), "done": done}
+        following = {f"next_{part}": values for part, values in after.items()}
+        yield {
+            **now,
+            **following,
+            **flags,
+            "action": normal(ACTION_SIZE),
+            "reward": normal(1)[:, 0],
+        }

@@ -1,141 +1,105 @@
-"""Thousands of environments: writes of one step of each, and large draws, in one process by turns.
+"""Sections on environments in great numbers: `lanes`, beside a plain ring of tensors, and `growth`.
 
-`python -m tests.benchmarks.lanes [LANES ...]` prints a table in milliseconds of processor time: median,
-mean and longest call, and in brackets the ratio to a plain ring of tensors. "loop" is a write and then
-two draws of 8,192, as in FastTD3. `--rows` and `--writes` make it shorter.
+Letters: E lanes, T steps of each.
 """
 
-import argparse
 import gc
-import statistics
+import itertools
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from tests.benchmarks.data import ACTION_SIZE, PARTS
-from tests.benchmarks.results import describe_machine
-from tests.benchmarks.tables import format_machine
-from trl_storages import EpisodeWriter, PackedStorage, ReplayStorage
+from tests.benchmarks import data
+from tests.benchmarks.contest import Plan, adapter
+from tests.benchmarks.measure import Turn, measure, take_time
+from tests.benchmarks.peers import load_peer
+from tests.benchmarks.results import Result
 
-__all__ = ["main"]
+__all__ = ["growth", "lanes"]
 
-LANES = (64, 4096, 16_384)
-POOL = 16
+NUM_ROWS = 1 << 20
+NUM_LANES = (64, 4096, 16_384)
+GROWING_LANES = (1, 8, 64, 512, 4096, 16_384)
 DRAWS = (8192, 32_768)
+#: Steps that are written over and over, and how often.
+POOL, TIMES = 16, 12
 
 
-class Ring:
-    """A tensor `[E, T, ...]` a field."""
+def lanes(plan: Plan) -> Iterator[Result]:
+    """Writes of `[E, 1]`, large draws, and a loop as in FastTD3: a write and two draws.
 
-    def __init__(self, num_lanes: int, steps: int, one: TensorDict):
-        items = one.items(True, True)
-        self.fields = {
-            k: torch.zeros(num_lanes, steps, *v.shape[2:], dtype=v.dtype) for k, v in items
-        }
-        self.size, self.steps, self.cursor = num_lanes * steps, steps, 0
-
-    def extend(self, data: TensorDict) -> None:
-        for key, ring in self.fields.items():
-            ring[:, self.cursor % self.steps] = data[key][:, 0]
-        self.cursor += 1
-
-    def sample(self, batch_size: int) -> dict[Any, torch.Tensor]:
-        at = torch.randint(self.size, (batch_size,))
-        return {key: ring.flatten(0, 1).index_select(0, at) for key, ring in self.fields.items()}
+    The rounds are single calls, so that the longest one is among them.
+    """
+    for num_lanes in NUM_LANES:
+        with tempfile.TemporaryDirectory() as directory:
+            yield from lanes_of(num_lanes, plan, directory)
+        gc.collect()
 
 
-class OfTorchRL:
-    """Its storage of two dimensions has time first."""
+def lanes_of(num_lanes: int, plan: Plan, directory: str) -> Iterator[Result]:
+    """Measures one number of lanes."""
+    pool = [*data.steps_of_lanes(num_lanes, POOL)]
+    sides: dict[str, Any] = {}
+    for name in ("ring", "ours", *(["ours_mapped"] if plan.device == "cpu" else []), "torchrl"):
+        peer, is_mapped = name.removesuffix("_mapped"), name.endswith("_mapped")
+        if peer in plan.peers and not isinstance(load_peer(peer), str):
+            path = f"{directory}/rows" if is_mapped else None
+            attributes = {"num_lanes": num_lanes, "device": plan.device, "directory": path}
+            sides[name] = adapter(peer, "lanes", **attributes)(pool[0], NUM_ROWS)
+    if not sides:
+        return
+    steps = [next(iter(sides.values())).prepare(columns).to(plan.device) for columns in pool]
+    for number in range(1, NUM_ROWS // num_lanes + POOL):
+        for side in sides.values():
+            side.write(steps[number % POOL])
 
-    def __init__(self, rows: int):
-        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(rows, ndim=2))
-        self.sample = self.buffer.sample
-
-    def extend(self, data: TensorDict) -> None:
-        self.buffer.extend(data.view(1, -1))
-
-
-def steps(num_lanes: int) -> list[TensorDict]:
-    """Returns steps `[E, 1]` each of which goes on from the one before, also the first from the last."""
-    seen = [{part: torch.randn(num_lanes, 1, n) for part, n in PARTS.items()} for _ in range(POOL)]
-    made = []
-    for now, after in zip(seen, [*seen[1:], seen[0]], strict=True):
-        done = torch.rand(num_lanes, 1, 1) < 0.02
-        flags = {"done": done, "terminated": done, "truncated": torch.zeros_like(done)}
-        entries = {**after, "reward": torch.randn(num_lanes, 1, 1), **flags}
-        action = torch.randn(num_lanes, 1, ACTION_SIZE)
-        made.append(TensorDict({**now, "action": action, "next": entries}, [num_lanes, 1], "cpu"))
-    return made
-
-
-def measured(calls: dict[str, Callable[[Any], Any]], values: Sequence[Any]) -> Iterator[str]:
-    """Lets all take turns with the same values; gives a cell for each."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    gc.disable()
-    for value in values:
-        for name, call in calls.items():
-            begin = time.process_time()
-            call(value)
-            taken[name].append(1e3 * (time.process_time() - begin))
-    gc.enable()
-    ring = taken["ring"]
-    for found in taken.values():
-        told = [
-            f"{of(found):.2f} ({of(found) / of(ring):.2f})"
-            for of in (statistics.median, statistics.mean)
-        ]
-        yield ", ".join([*told, f"{max(found):.1f}"])
+    works: list[tuple[str, int, Callable[[Any, Any], Any], list]] = [
+        ("write", num_lanes, lambda side, step: side.write(step), steps * TIMES),
+        *((f"draw {n:,}", n, lambda side, size: side.sample(size), [n] * POOL) for n in DRAWS),
+        ("loop", num_lanes, write_and_draw_twice, steps * 2),
+    ]
+    for work, batch_size, call, values in works:
+        rounds: dict[str, list[float]] = {name: [] for name in sides}
+        gc.disable()
+        for value in values:
+            for name, side in sides.items():
+                turn = Turn(call=partial(call, side, value))
+                rounds[name].append(round(take_time(turn, plan.effort), 2))
+        gc.enable()
+        case = {"section": "lanes", "work": f"{num_lanes:,} lanes: {work}", "rows": NUM_ROWS}
+        for name, taken in rounds.items():
+            yield Result(**case, peer=name, batch_size=batch_size, rounds=taken)
 
 
-def compare(num_lanes: int, rows: int, writes: int) -> Iterator[str]:
-    """Gives the lines of the table for one number of lanes."""
-    pool, per_lane = steps(num_lanes), rows // num_lanes
-    with tempfile.TemporaryDirectory() as folder:
-        sides: dict[str, Any] = {"ring": Ring(num_lanes, per_lane, pool[0])}
-        for name, path in (("here", None), ("directory", f"{folder}/rows")):
-            storage = PackedStorage(rows, num_envs=num_lanes, path=path)
-            sides[name] = ReplayStorage(storage=storage, writer=EpisodeWriter(num_lanes))
-        sides["torchrl"] = OfTorchRL(rows)
-        for number in range(per_lane + POOL):
-            for side in sides.values():
-                side.extend(pool[number % POOL])
-        write = {name: side.extend for name, side in sides.items()}
-        sample = {name: side.sample for name, side in sides.items()}
-
-        def loop(name: str) -> Callable[[TensorDict], None]:
-            def call(data: TensorDict) -> None:
-                write[name](data)
-                for _ in range(2):
-                    sample[name](DRAWS[0])
-
-            return call
-
-        turns: list[tuple[str, Any, Sequence[Any]]] = [("write", write, pool * (writes // POOL))]
-        turns += [(f"draw {size:,}", sample, [size] * 10) for size in DRAWS]
-        turns.append(("loop", {name: loop(name) for name in sides}, pool))
-        for work, calls, values in turns:
-            yield f"| {num_lanes:,} | {work} | " + " | ".join(measured(calls, values)) + " |"
+def write_and_draw_twice(side: Any, step: Any) -> None:
+    side.write(step)
+    for _ in range(2):
+        side.sample(DRAWS[0])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lanes", nargs="*", type=int, help="else 64, 4096 and 16384")
-    parser.add_argument("--rows", type=int, default=1 << 20)
-    parser.add_argument("--writes", type=int, default=192, help="a multiple of 16")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print(format_machine(describe_machine()), end="\n\n")
-    print("| lanes | work | ring | here | here, in a directory | TorchRL |\n" + "|---" * 6 + "|")
-    for num_lanes in chosen.lanes or LANES:
-        for line in compare(num_lanes, chosen.rows, chosen.writes):
-            print(line, flush=True)
+def growth(plan: Plan) -> Iterator[Result]:
+    """Times that must grow with what is written, not with what is stored or faster than lanes."""
+    for rows, num_lanes in itertools.product((NUM_ROWS // 8, NUM_ROWS), GROWING_LANES):
+        case = {"peer": "ours", "rows": rows, "batch_size": num_lanes}
+        for work, rounds in measure(growing_turns(rows, num_lanes), plan.effort).items():
+            yield Result(section="growth", work=work, rounds=rounds, **case)
 
 
-if __name__ == "__main__":
-    main()
+def growing_turns(rows: int, num_lanes: int) -> dict[str, Turn]:
+    """Returns writes of `[E, 1]`, draws by priority after a write, and writes of new trajectories."""
+    columns = data.goal_columns(rows)
+    buffer: Any = adapter("ours", "prioritized_lanes", num_lanes=num_lanes)(columns, rows)
+    steps = [buffer.prepare(it) for it in data.steps_of_lanes(num_lanes, POOL)]
+    trajectories = []
+    for number, step in enumerate(steps):
+        ids = torch.arange(number * num_lanes, (number + 1) * num_lanes)
+        trajectories.append(step[:, 0].clone().set(("collector", "traj_ids"), ids))
+    pool, flat = itertools.cycle(steps), itertools.cycle(trajectories)
+    return {
+        "write": Turn(call=lambda: buffer.write(next(pool))),
+        "update": Turn(call=lambda: buffer.sample(256), before=lambda: buffer.write(next(pool))),
+        "route": Turn(call=lambda: buffer.write(next(flat))),
+    }

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Effort", "Turn", "measure", "nothing", "take_turn"]
+__all__ = ["Effort", "Turn", "measure", "nothing", "take_time", "take_turn"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -55,26 +55,35 @@ class Effort:
     device: str = "cpu"
 
     @property
+    def clock(self) -> Callable[[], float]:
+        """Returns the seconds that have passed."""
+        return time.process_time if self.processor_time else time.perf_counter
+
+    @property
     def wait(self) -> Callable[[], Any]:
         """What returns once the device has done all that it was asked for."""
         return nothing if self.device == "cpu" else torch.cuda.synchronize
 
 
+def take_time(turn: Turn, effort: Effort) -> float:
+    """Returns the time of a call, in microseconds."""
+    call, wait, clock = turn.call, effort.wait, effort.clock
+    turn.before()
+    wait()
+    begin = clock()
+    for _ in range(turn.repeat):
+        call()
+    wait()
+    return 1e6 * (clock() - begin) / turn.repeat
+
+
 def take_turn(turn: Turn, effort: Effort) -> float:
     """Returns the median time of a call, in microseconds."""
-    call, before, repeat, wait = turn.call, turn.before, turn.repeat, effort.wait
-    clock = time.process_time if effort.processor_time else time.perf_counter
     taken: list[float] = []
-    end = clock() + effort.seconds
-    while len(taken) < effort.calls and (not taken or clock() < end):
-        before()
-        wait()
-        begin = clock()
-        for _ in range(repeat):
-            call()
-        wait()
-        taken.append((clock() - begin) / repeat)
-    return round(1e6 * statistics.median(taken), 2)
+    end = effort.clock() + effort.seconds
+    while len(taken) < effort.calls and (not taken or effort.clock() < end):
+        taken.append(take_time(turn, effort))
+    return round(statistics.median(taken), 2)
 
 
 def measure(turns: Mapping[Key, Turn], effort: Effort) -> dict[Key, list[float]]:

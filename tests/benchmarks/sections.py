@@ -25,6 +25,7 @@ from tests.benchmarks.data import (
     stacked_columns,
     take_rows,
 )
+from tests.benchmarks.lanes import growth, lanes
 from tests.benchmarks.measure import Turn, measure, nothing
 from tests.benchmarks.network import Network
 from tests.benchmarks.peers import Buffer, load_peer
@@ -197,6 +198,8 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
     "sequences": sequences,
     "stored_once": stored_once,
     "mapped": mapped,
+    "lanes": lanes,
+    "growth": growth,
     "cold": cold,
 }
 

@@ -1,6 +1,7 @@
 """A run as tables in Markdown: what the command prints, and the pages on speed show."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import mean, median
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 
@@ -29,7 +30,18 @@ TITLES = {
     "flashbax": "flashbax",
     "rlox": "rlox",
     "compiled": "compiled function",
+    "ring": "ring of tensors",
     "raw": "raw gather",
+}
+#: What no library does: bare copies of as many bytes.
+BARE = ("ring", "raw")
+GROWING = {"write": "write of [lanes, 1]", "update": "priorities", "route": "new trajectories"}
+#: Who writes steps of lanes; the directory is one of ours.
+LANE_PEERS = {
+    "ring": "ring of tensors",
+    "ours": "trl_storages",
+    "ours_mapped": "in a directory",
+    "torchrl": "TorchRL",
 }
 #: What the others do beside works of ours that they don't have.
 THEIRS = {"her_n_step": "her", "everything": "her"}
@@ -61,6 +73,8 @@ def format_all(report: Report) -> Iterator[str]:
     yield from format_sizes(report)
     yield from format_rest(report)
     yield from format_mapped(report)
+    yield from format_lanes(report)
+    yield from format_growth(report)
     yield from format_once(report)
     yield from format_cold_start(report)
     yield from format_memory(report)
@@ -117,7 +131,7 @@ def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, 
             continue
         for peer in TITLES:
             made = ours.work in MADE_BY_WRITES and ours.section != "write_and_draw"
-            if peer == "raw" or (peer == "cpprb" and made):
+            if peer in BARE or (peer == "cpprb" and made):
                 continue
             if found := beside(ours, same, peer):
                 yield ours, found
@@ -209,6 +223,51 @@ def format_mapped(report: Report) -> Iterator[str]:
     if told:
         yield ""
         yield f"Time to sample from a directory, relative to memory: {', '.join(told)}."
+
+
+def format_lanes(report: Report) -> Iterator[str]:
+    """Gives median, mean and longest call with thousands of environments, in milliseconds."""
+    results = [r for r in report.results if r.section == "lanes"]
+    if not results:
+        return
+    peers = [peer for peer in LANE_PEERS if any(r.peer == peer for r in results)]
+    names = ["milliseconds: median, mean, longest", *(LANE_PEERS[peer] for peer in peers)]
+    yield ""
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" * len(names) + "|"
+    for work in dict.fromkeys(r.work for r in results):
+        found = {r.peer: [it / 1000 for it in r.rounds] for r in results if r.work == work}
+        base, cells = found.get("ring"), [work]
+        for rounds in (found[peer] for peer in peers):
+            told = []
+            for of in (median, mean):
+                times = "" if base is None or rounds is base else f" ({of(rounds) / of(base):.2f})"
+                told.append(f"{of(rounds):.2f}{times}")
+            cells.append(", ".join([*told, f"{max(rounds):.1f}"]))
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield f"{results[0].rows:,} transitions. Brackets contain the ratio to the ring. A loop is a write"
+    yield "and then two draws of 8,192 transitions, as in FastTD3."
+
+
+def format_growth(report: Report) -> Iterator[str]:
+    """Gives what writes, updates and routes take with more and more lanes, in microseconds."""
+    results = [r for r in report.results if r.section == "growth"]
+    if not results:
+        return
+    sizes = sorted({r.rows for r in results})
+    columns = [(work, rows) for work in GROWING for rows in sizes]
+    names = ["lanes", *(f"{GROWING[work]}, of {rows:,}" for work, rows in columns)]
+    yield ""
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" * len(names) + "|"
+    for lanes in sorted({r.batch_size for r in results}):
+        found = [pick(results, work=w, rows=n, batch_size=lanes) for w, n in columns]
+        cells = [f"{lanes:,}", *(f"{it.median:,.0f}" if it else "" for it in found)]
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield "Microseconds, in buffers of two sizes. Priorities: 256 are sampled and updated after a write"
+    yield "that is not timed. New trajectories: one flat transition per lane, with trajectory ids."
 
 
 def format_once(report: Report) -> Iterator[str]:

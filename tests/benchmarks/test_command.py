@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = Plan(
     rows=(200, 400),
     batch_sizes=(16, 32),
-    peers=("ours", "compiled", "raw"),
+    peers=("ours", "torchrl", "compiled", "ring", "raw"),
     effort=Effort(rounds=2, calls=2),
 )
 COLD_START = {
@@ -41,6 +41,8 @@ def hurried(monkeypatch):
     monkeypatch.setattr(contest, "NEW_ROWS", 4)
     monkeypatch.setattr(sections, "EPISODE_LENGTH", 2)
     monkeypatch.setattr(network, "UPDATE_SECONDS", 0.0)
+    for name, value in {"NUM_ROWS": 512, "NUM_LANES": (4,), "GROWING_LANES": (1, 8)}.items():
+        monkeypatch.setattr(lanes, name, value)
     monkeypatch.setattr(sections, "measure_cold_start", lambda device: COLD_START)
 
 
@@ -63,7 +65,7 @@ def test_a_section_can_be_told_and_kept(section, tmp_path):
     lines = [*format_all(report), *format_missed(report)]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report
-    words = "| trl_storages |", "Cold start", "from a directory"
+    words = "| trl_storages |", "Cold start", "from a directory", "| lanes |"
     assert any(word in "".join(lines) for word in words)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
 
@@ -107,14 +109,3 @@ def test_a_section_is_measured_on_a_gpu(section):
     results = run_section(section, plan).results
     assert {result.peer for result in results} <= {*ON_CUDA}
     assert all(np.isfinite(result.rounds).all() for result in results)
-
-
-def test_lanes_command_prints_a_line_for_each_work(capsys):
-    lanes.main(["4", "--rows", "256", "--writes", "16"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 4 |")]
-    assert [line.split(" | ")[1] for line in lines] == [
-        "write",
-        "draw 8,192",
-        "draw 32,768",
-        "loop",
-    ]

@@ -12,9 +12,20 @@ from tests.benchmarks.peers.base import Buffer
 
 __all__ = ["ON_CUDA", "PEERS", "Buffer", "load_peer", "missing_peers"]
 
-PEERS = ("ours", "torchrl", "sb3", "cpprb", "tianshou", "flashbax", "rlox", "compiled", "raw")
+PEERS = (
+    "ours",
+    "torchrl",
+    "sb3",
+    "cpprb",
+    "tianshou",
+    "flashbax",
+    "rlox",
+    "compiled",
+    "ring",
+    "raw",
+)
 # Whose batches arrive on a GPU if one is asked for.
-ON_CUDA = ("ours", "torchrl", "sb3")
+ON_CUDA = ("ours", "torchrl", "sb3", "ring")
 
 
 def load_peer(name: str) -> ModuleType | str:

@@ -33,11 +33,13 @@ class Buffer(ABC):
 
     Attributes:
         device: where its batches arrive, as torch names it. Those of `ON_CUDA` heed it.
-        directory: where the rows are; None is in memory. Only presets of this package heed it.
+        directory: where the rows are; None is in memory. Only this package heeds it.
+        num_lanes: E, how many environments write at once, where the work is that of lanes.
     """
 
     device: str = "cpu"
     directory: Path | None = None
+    num_lanes: int = 1
 
     @abstractmethod
     def __init__(self, columns: Columns, capacity: int): ...

@@ -9,7 +9,7 @@ from torchrl.envs.transforms import Compose
 
 from tests.benchmarks import data
 from tests.benchmarks.data import Columns
-from tests.benchmarks.peers import torchrl
+from tests.benchmarks.peers import ring, torchrl
 from trl_storages import (
     EpisodeSequence,
     EpisodeWriter,
@@ -198,6 +198,30 @@ class RecordLanes(Record):
         ]
 
 
+class Lanes(Uniform):
+    """Steps `[E, 1]` of thousands of environments, or flat ones of new trajectories; and priorities."""
+
+    def __init__(self, columns: Columns, capacity: int):
+        self.buffer = self.make(capacity)
+        for steps in data.to_tensordict(columns).reshape(self.num_lanes, -1).split(1000, 1):
+            self.buffer.extend(steps)
+
+    def make(self, capacity: int) -> ReplayStorage:
+        options = {"num_envs": self.num_lanes, "device": self.device, "path": self.directory}
+        rows = PackedStorage(capacity, **options)
+        return ReplayStorage(
+            storage=rows, writer=EpisodeWriter(self.num_lanes), **self.parts(capacity)
+        )
+
+    prepare, write = staticmethod(ring.Lanes.prepare), torchrl.Extend.write
+
+
+class PrioritizedLanes(Lanes):
+    """The same, drawn by priority; a sample is a draw and the update of its priorities."""
+
+    parts, sample = Prioritized.parts, Prioritized.sample
+
+
 WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
@@ -213,4 +237,6 @@ WORKS = {
     "record": Record,
     "record_her": RecordHindsight,
     "record_lanes": RecordLanes,
+    "lanes": Lanes,
+    "prioritized_lanes": PrioritizedLanes,
 }

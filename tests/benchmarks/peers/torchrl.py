@@ -133,6 +133,25 @@ class Extend(Uniform):
         self.buffer.extend(prepared)
 
 
+class Lanes(Extend):
+    """Steps of thousands of environments; a storage of two dimensions has time first."""
+
+    def make(self, capacity: int) -> TensorDictReplayBuffer:
+        storage = LazyTensorStorage(capacity, ndim=2, device=self.device)
+        return TensorDictReplayBuffer(storage=storage)
+
+    def __init__(self, columns: data.Columns, capacity: int):
+        self.buffer = self.make(capacity)
+        self.write(data.to_tensordict(columns).reshape(self.num_lanes, -1))
+
+    @staticmethod
+    def prepare(rows: data.Columns) -> TensorDict:
+        return data.to_tensordict(rows).unsqueeze(1)
+
+    def write(self, prepared: TensorDict) -> None:
+        self.buffer.extend(prepared.transpose(0, 1))
+
+
 WORKS = {
     "uniform": Uniform,
     "her": Hindsight,
@@ -143,6 +162,7 @@ WORKS = {
     "flat": Uniform,
     "stacks": Uniform,
     "extend": Extend,
+    "lanes": Lanes,
 }
 if prioritized.SumSegmentTreeFp32 is None:
     # TorchRL's samplers by priority need it.
