@@ -363,17 +363,24 @@ class Block(NamedTuple):
         """Returns the block in chunks of at most `most` rows a lane."""
         if len(self.words) <= most:
             return [self]
-        begins, counts, chunks = self.offsets[:-1], np.diff(self.offsets), []
-        if (longest := int(counts.max())) <= most:
+        lanes, begins, counts = self.lanes, self.offsets[:-1], np.diff(self.offsets)
+        if counts.max() <= most:
             return [self]
-        for begin in range(0, longest, most):
-            firsts, ends = (begins + np.minimum(counts, it) for it in (begin, begin + most))
-            rows: Any = slice(int(firsts[0]), int(ends[0]))
-            if len(firsts) > 1:
-                rows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
+        chunks = []
+        while len(lanes):
+            sizes = np.minimum(counts, most)
+            offsets = np.append(0, sizes.cumsum())
+            rows: Any = slice(int(begins[0]), int(begins[0] + sizes[0]))
+            if len(lanes) > 1:
+                rows = (begins - offsets[:-1]).repeat(sizes) + np.arange(offsets[-1])
                 if isinstance(self.words, torch.Tensor):
                     rows = torch.from_numpy(rows).to(self.words.device)
-            offsets = np.append(0, (ends - firsts).cumsum())
             values = self.words[rows], self.done[rows], self.cut[rows]
-            chunks.append(Block(self.lanes, offsets, *values))
+            chunks.append(Block(lanes, offsets, *values))
+            has_more = counts > most
+            lanes, begins, counts = (
+                lanes[has_more],
+                begins[has_more] + most,
+                counts[has_more] - most,
+            )
         return chunks
