@@ -60,7 +60,7 @@ class Worker:
             batch = replay.sample()
             check_batch(batch)
             batch["td_error"] = priority_of(batch)
-            replay.update_tensordict_priority(batch.select("index", "priority_stamp", "td_error"))
+            replay.update_tensordict_priority(batch.select("index", "index_generation", "td_error"))
             slots.append(batch["index"])
         return torch.cat(slots).unique()
 

@@ -116,7 +116,7 @@ def test_private_methods_take_what_they_are_given(method, arguments):
 INHERITED = {
     *("as_remote", "batch_size", "client", "dump", "initialized", "is_alive", "load", "next"),
     *("sampler", "save", "service_backend", "start", "storage", "transform"),
-    *("write_count", "writer"),
+    *("update_if_present", "write_count", "writer"),
 }
 
 

@@ -8,6 +8,7 @@ from tensordict import NestedKey, unravel_key
 __all__ = [
     "ACHIEVED_GOAL",
     "ACTION",
+    "ANCHOR_GENERATION",
     "ANCHOR_INDEX",
     "BUFFER_IDS",
     "DESIRED_GOAL",
@@ -15,11 +16,11 @@ __all__ = [
     "GOAL_INDEX",
     "HER_MASK",
     "INDEX",
+    "INDEX_GENERATION",
     "IS_INIT",
     "LEARNING_MASK",
     "MASK",
     "OBSERVATION",
-    "PRIORITY_STAMP",
     "PRIORITY_WEIGHT",
     "REWARD",
     "SEQUENCE_ID",
@@ -56,12 +57,13 @@ TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
 
 # Entries of a sampled batch in addition to the stored fields.
 INDEX: NestedKey = "index"
+INDEX_GENERATION: NestedKey = "index_generation"
 MASK: NestedKey = ("collector", "mask")
 GOAL_INDEX: NestedKey = "goal_index"
 HER_MASK: NestedKey = "her_mask"
 PRIORITY_WEIGHT: NestedKey = "priority_weight"
-PRIORITY_STAMP: NestedKey = "priority_stamp"
 ANCHOR_INDEX: NestedKey = "anchor_index"
+ANCHOR_GENERATION: NestedKey = "anchor_generation"
 VALIDITY_MASK: NestedKey = "validity_mask"
 LEARNING_MASK: NestedKey = "learning_mask"
 SEQUENCE_ID: NestedKey = "sequence_id"
@@ -70,12 +72,13 @@ BUFFER_IDS: NestedKey = "buffer_ids"
 # Stored fields must not have these names: sampling would overwrite them.
 _SET_BY_SAMPLING: tuple[NestedKey, ...] = (
     INDEX,
+    INDEX_GENERATION,
     MASK,
     GOAL_INDEX,
     HER_MASK,
     PRIORITY_WEIGHT,
-    PRIORITY_STAMP,
     ANCHOR_INDEX,
+    ANCHOR_GENERATION,
     VALIDITY_MASK,
     LEARNING_MASK,
     SEQUENCE_ID,

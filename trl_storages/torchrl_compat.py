@@ -16,7 +16,8 @@ Private attributes that subclasses here read, set or override, by their class in
   `_initialized`, `_iterator`, `_prefetch_queue`, `_replay_lock`, `_rng`, `_sampler`, `_service_shutdown`,
   `_ServiceClass`, `_storage`, `_transform`, `_write_lock`, `_writer`
 - `RayReplayBuffer`: `_rb`
-- `TensorStorage`: `_attached_entities`, `_empty`, `_rand_given_ndim`
+- `TensorStorage`: `_apply_conditional_patch`, `_attached_entities`, `_conditional_patch_leaf`, `_empty`,
+  `_rand_given_ndim`, `_validate_conditional_patch`
 - `Writer`: `_empty`, `_storage`, `_write_count`
 - `Sampler`: `_empty`, `_rng`
 - `CatTensors`: `_del_keys`
@@ -75,9 +76,8 @@ UNSUPPORTED: dict[str, str] = {
     "set_at_": _IN_PLACE,
     "set_storage": _NEW_COMPONENTS,
     "set_writer": _NEW_COMPONENTS,
-    "submit_update_if_present": _IN_PLACE,
+    "submit_update_if_present": "use update_if_present()",
     "update_": _IN_PLACE,
-    "update_if_present": _IN_PLACE,
     "write_all": _IN_PLACE,
 }
 

@@ -140,7 +140,8 @@ def ids_of(batch: TensorDictBase) -> Tensor:
 
 def without_slots(batch: TensorDictBase) -> TensorDictBase:
     """Returns a batch without the numbers of slots, which may differ where all else is the same."""
-    return batch.exclude("index", "anchor_index", "goal_index", "priority_stamp")
+    generations = "index_generation", "anchor_generation"
+    return batch.exclude("index", "anchor_index", "goal_index", *generations)
 
 
 def as_bits(value: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
 
 def assert_batches(one: TensorDictBase, other: TensorDictBase) -> None:
     """The same entries, bit for bit, but for those that say where rows lie."""
-    one, other = (batch.exclude("index", "goal_index", "priority_stamp") for batch in (one, other))
+    one, other = (without_slots(batch) for batch in (one, other))
     assert set(one.keys(True, True)) == set(other.keys(True, True))
     assert_same(one, other)
 

@@ -143,7 +143,9 @@ def test_whole_episodes_are_drawn_uniformly(history):
         expected = rows(whole[int(ids_of(episode)[0])])
         assert int(is_there.sum()) == len(expected)
         assert_same(episode[: len(expected)], expected)
-        padding = episode.exclude("index", ("collector", "mask"))[len(expected) :]
+        padding = episode.exclude("index", "index_generation", ("collector", "mask"))[
+            len(expected) :
+        ]
         assert not any(value.any() for value in padding.values(True, True))
     for _ in range(9):  # most are cut
         lanes.end_episodes(storage)
@@ -206,6 +208,38 @@ class TestSlices:
                     index[2:5], {("next", "effort"): effort + 1, ("next", "reward"): wrong}
                 )
         assert_same(storage[index], expected)
+
+    def test_update_if_present_skips_overwritten_transitions(self, place):
+        storage, lanes = assemble(24, 2, place=place, batch_size=50), Lanes(24, 2)
+        lanes.write(storage, [ends([8], 4)] * 2)
+        batch, key = storage.sample(), ("next", "effort")
+        patch = {key: batch[key] + 1}
+        handle = {"index": batch["index"], "generation": batch["index_generation"]}
+        lanes.write(storage, [ends([6])] * 2)
+        before = storage[:]
+        if place == "directory":
+            with pytest.raises(TypeError, match="directory"):
+                storage.update_if_present(**handle, patch=patch)
+            assert_same(storage[:], before)
+            return
+        for wrong in (patch | {"observation": batch["observation"]}, {"unknown": batch[key]}):
+            with pytest.raises((KeyError, ValueError)):
+                storage.update_if_present(**handle, patch=wrong)
+        with pytest.raises(NotImplementedError, match="version_key"):
+            storage.update_if_present(
+                **handle, patch=patch, version_key=("next", "reward"), version=1
+            )
+        assert_same(storage[:], before)
+        updated = storage.update_if_present(**handle, patch=patch).updated
+        present = torch.isin(ids_of(batch), ids_of(before))
+        assert torch.equal(updated.cpu(), present.cpu())
+        assert 0 < updated.sum() < 50
+        is_new = torch.isin(ids_of(before), ids_of(batch[updated]))
+        expected = before[key] + is_new.unsqueeze(1).to(before[key])
+        assert torch.equal(storage[:][key], expected)
+        storage.empty()
+        assert not storage.update_if_present(**handle, patch=patch).updated.any()
+        assert (storage.writer.generations_of(torch.tensor([0, -1])) == -1).all()
 
 
 @pytest.mark.requirement("clear")

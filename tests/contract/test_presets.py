@@ -44,8 +44,8 @@ def test_what_batches_hold(place, kind, entries):
     storage, lanes = filled(kind, place=place)
     batch = storage.sample()
     assert batch.batch_size == batch["next"].batch_size == (20,)
-    always = {*rows(lanes.live()).keys(True, True), "index"}
-    found = {*batch.keys(True, True)} - {"priority_stamp"}
+    always = {*rows(lanes.live()).keys(True, True), "index", "index_generation"}
+    found = {*batch.keys(True, True)}
     if kind == "recency":
         found.add("priority_weight")
     assert found == always | entries

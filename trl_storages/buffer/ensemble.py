@@ -24,7 +24,6 @@ __all__ = ["ReplayStorageEnsemble"]
 # Entries that some samplers add -> their values for transitions from other samplers, from the slots.
 _DEFAULTS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     keys.PRIORITY_WEIGHT: lambda index: torch.ones_like(index, dtype=torch.float32),
-    keys.PRIORITY_STAMP: torch.zeros_like,
     keys.HER_MASK: lambda index: torch.zeros_like(index, dtype=torch.bool),
     keys.GOAL_INDEX: torch.clone,
     keys.STEPS_TO_NEXT_OBS: lambda index: torch.ones_like(index).unsqueeze(-1),

@@ -176,6 +176,8 @@ def sampled_priorities(
     """
     anchors = data.get(keys.ANCHOR_INDEX, None)
     slots = data[keys.INDEX] if anchors is None else anchors
+    generation = keys.INDEX_GENERATION if anchors is None else keys.ANCHOR_GENERATION
+    steps = data.get(generation, None)
     priority = data[priority_key] if priority is None else validation.values("priority", priority)
     priority, shape, n = priority.detach(), slots.shape, priority.shape[:1].numel()
     num_rows = shape.numel()
@@ -190,10 +192,7 @@ def sampled_priorities(
             f"expected one priority per transition, shape {[*shape]}, or one per sequence; got "
             f"{[*given]}. Did you combine shapes {[*shape]} and {[*shape, 1]}? No priority was updated."
         )
-    values, steps = (
-        reduce_priorities(priority, num_rows, reduction),
-        data.get(keys.PRIORITY_STAMP, None),
-    )
+    values = reduce_priorities(priority, num_rows, reduction)
     if anchors is None:
         return slots, values, steps
     is_learnt = (data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]).reshape(-1)

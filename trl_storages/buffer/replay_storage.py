@@ -614,8 +614,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             cancel_event: ends the wait when it is set.
 
         Returns:
-            TensorDict `[B]` of the stored fields, after the transforms, with `index` and the sampler's
-            other entries; the steps of a `sample_unit` are consecutive.
+            TensorDict `[B]` of the stored fields, after the transforms, with `index`, `index_generation`
+            and the sampler's other entries; the steps of a `sample_unit` are consecutive.
 
         Raises:
             ValueError: `batch_size` is below 1.

@@ -122,7 +122,7 @@ class SamplingPipeline:
             )
         if self._unit is not None:
             slots, info = self._unit.expand(slots, info, view)
-        info[keys.INDEX] = slots
+        info[keys.INDEX], info[keys.INDEX_GENERATION] = slots, view.episodes.steps_of(slots)
         rows = BatchRows(view, slots, info, self._storage.generator)
         for prepare in self._prepares:
             prepare(rows)
@@ -201,7 +201,9 @@ def _read_episodes(
     slots = view.episodes.shift(first[:, None], steps.minimum(lengths[:, None] - 1))
     mask = (steps < lengths[:, None]).to(storage.device)
     batch, overwritten = view.read(slots, mask), view.overwritten(slots)
-    batch = batch.set(keys.INDEX, slots.to(storage.device)).set(keys.MASK, mask)
+    generations, device = view.episodes.steps_of(slots), storage.device
+    batch = batch.set(keys.INDEX, slots.to(device)).set(keys.MASK, mask)
+    batch = batch.set(keys.INDEX_GENERATION, generations.to(device))
     return batch if overwritten is None else batch[~overwritten.any(1)]
 
 

@@ -313,13 +313,7 @@ class HostEntries:
         return True
 
     def rewrite(self, key: NestedKey, entry: np.ndarray, values: torch.Tensor) -> None:
-        """Overwrites a field of the step of the rows at different entries `[B]`.
-
-        Raises:
-            TypeError: the rows are in a file, where a power cut could leave torn values.
-        """
-        if self.is_in_file:
-            raise TypeError("transitions in a directory can't be overwritten; keep them in memory.")
+        """Overwrites a field of the step of the rows at different entries `[B]`, in memory."""
         field = self._layout.by_key[key]
         size, start, count = field.words
         copied = torch.empty(len(entry), field.size, dtype=field.dtype, device="cpu")

@@ -309,14 +309,18 @@ class EpisodeIndex:
 
     def check_live(self, slots: Slots, tails: np.ndarray | None = None) -> None:
         """Raises an IndexError if a slot holds no live transition; `tails` replaces the current ones."""
-        array = np.asarray(slots)
-        is_live = (array >= 0) & (array < self.capacity)
-        if is_live.all():
-            steps, oldest = self.steps_of(array), self.tails if tails is None else tails
-            is_live = steps >= oldest[array // self.steps_per_lane]
+        is_live = self.are_live(slots, tails)
         if not is_live.all():
             at = int(is_live.argmin())
-            raise IndexError(f"slot {int(array[at])} at position {at} holds no valid transition.")
+            raise IndexError(f"slot {int(slots[at])} at position {at} holds no valid transition.")
+
+    def are_live(self, slots: Slots, tails: np.ndarray | None = None) -> np.ndarray:
+        """Returns which slots `[*B]` hold a live transition; `tails` replaces the current ones."""
+        array = np.asarray(slots)
+        is_slot = (array >= 0) & (array < self.capacity)
+        slot = np.where(is_slot, array, 0)
+        oldest = (self.tails if tails is None else tails)[slot // self.steps_per_lane]
+        return is_slot & (self.steps_of(slot) >= oldest)
 
     def bounds(self, slots: Slots) -> Slots:
         """Returns the distances from each transition to the bounds of its episode and its lane.
@@ -347,8 +351,9 @@ class EpisodeIndex:
     def steps_of(self, slots: Slots) -> Slots:
         """Returns the step number of each transition within its lane, `[*B]` int64."""
         array = np.asarray(slots)
-        newest = self.cursors[array // self.steps_per_lane] - 1
-        return _like(slots, newest - (newest - array) % self.steps_per_lane)
+        steps = np.empty(array.shape, np.int64)
+        draws.steps_of(self.tables, array.reshape(-1), steps.reshape(-1))
+        return _like(slots, steps)
 
     def overwritten(self, slots: np.ndarray, cursors: np.ndarray) -> np.ndarray:
         """Returns which transitions were overwritten since, such as while a reader copied them.

@@ -31,6 +31,7 @@ __all__ = [
     "num_live",
     "sequences",
     "slots_between",
+    "steps_of",
     "sum_windows",
     "window_of",
     "windows",
@@ -127,6 +128,19 @@ def draw(tables: Any, window: int, noise: Any, slots: Any) -> None:
         # The caller reads these tables next.
         prefetch(index.episode, slots[i])
         prefetch(index.where, slots[i])
+
+
+@loop
+def steps_of(tables: Any, slots: Any, steps: Any) -> None:
+    """Writes the number of the newest step, so far, in each slot `[B]`."""
+    index = Index(*tables)
+    lanes, T = index.lanes, index.num_steps
+    E = len(lanes)
+    for i in range(len(slots)):
+        if not 0 <= slots[i] < E * T:
+            raise IndexError("slots must be at least 0 and below the number of slots")
+        newest = lanes[lane_of(slots[i], E, T), CURSOR] - 1
+        steps[i] = newest - (newest - slots[i]) % T
 
 
 @loop

@@ -62,9 +62,9 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
     **New transitions.** A transition that is written, also over an older one, gets the largest priority
     so far, or 1 before the first update.
 
-    **Overwritten transitions.** The batch's `priority_stamp` is the step of each transition. A priority
-    for a transition that has been overwritten is therefore skipped; without `priority_stamp` the
-    transition that is now in the slot gets the priority.
+    **Overwritten transitions.** A priority for a transition that has been overwritten since it was
+    sampled is skipped. In a batch without `index_generation` the transition that is now in the slot gets
+    the priority.
 
     **Missing updates.** A warning is given once if the first 1,000 batches are sampled without an update
     of priorities.
@@ -153,7 +153,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         """Draws `[B]` slots in proportion to their priorities.
 
         Returns:
-            `[B]` int64 slots; and `priority_weight` `[B]` float32 and `priority_stamp` `[B]` int64.
+            `[B]` int64 slots; and `priority_weight` `[B]` float32.
         """
         priorities = self.priorities_of(view)
         # A reader of a directory cannot update priorities and gets no warning.
@@ -172,8 +172,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         else:
             scale = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((scale / weights) ** self.beta).astype(np.float32)
-        stamp = view.episodes.steps_of(slots)
-        return slots, {keys.PRIORITY_WEIGHT: weight, keys.PRIORITY_STAMP: stamp}
+        return slots, {keys.PRIORITY_WEIGHT: weight}
 
     @property
     def priorities(self) -> torch.Tensor:

@@ -99,6 +99,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
             `[B * S]` int64 slots, and the info with further fields:
 
             - `anchor_index`, `[B * S]` int64: the slot of the anchor;
+            - `anchor_generation`, `[B * S]` int64: the time index of the anchor in its lane;
             - `sequence_id`, `[B * S]` int64: 0 .. B - 1;
             - `step_in_sequence`, `[B * S]` int64: 0 .. S - 1;
             - `validity_mask`, `[B * S]` bool: False for padding;
@@ -111,6 +112,8 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         )
         expanded = {name: value.repeat_interleave(S, 0) for name, value in info.items()}
         expanded[keys.ANCHOR_INDEX] = index.repeat_interleave(S)
+        generations = storage.episodes.steps_of(index)
+        expanded[keys.ANCHOR_GENERATION] = generations.repeat_interleave(S)
         position = torch.arange(slots.size, device="cpu")
         step = position % S
         expanded[keys.SEQUENCE_ID] = position // S

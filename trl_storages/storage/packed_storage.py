@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
     PackedStorage(0 of 1,000 transitions, cpu)
     """
 
-    supports_conditional_update = False
+    supports_conditional_update = True
 
     @renamed(_SYNONYMS)
     def __init__(
@@ -354,14 +354,26 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         Raises:
             IndexError: a slot holds no valid transition.
             KeyError, TypeError, ValueError: the index does not hold integers, a key is no field of the
-                step, or a value does not fit. Nothing was written.
+                step, a value does not fit, or the transitions are in a directory. Nothing was written.
         """
-        self.backend.check_writer()
         slots = validation.slots(index).reshape(-1)
+        values = self._validate_conditional_patch(slots, values)
         self.episodes.check_live(slots)
+        self._apply_conditional_patch(slots, values)
+
+    def _validate_conditional_patch(
+        self, index: torch.Tensor, patch: Mapping[NestedKey, torch.Tensor]
+    ) -> dict[NestedKey, torch.Tensor]:
+        """Checks new values of transitions in slots `[B]`, for `rewrite` and `update_if_present`."""
+        if self.path is not None:
+            # A power cut could leave torn values, which would cost the transitions after them.
+            raise TypeError("transitions in a directory can't be overwritten; keep them in memory.")
         if self.entries is None or self.layout is None:
             raise EmptyError("the storage is empty: write steps with record() or extend() first.")
-        values = {key: validation.values(repr(key), value) for key, value in values.items()}
+        slots = validation.slots(index)
+        if len(slots) and slots.amax() >= self.max_size:
+            raise IndexError(f"slots must be below {self.max_size}, got {slots.amax()}.")
+        values = {key: validation.values(repr(key), value) for key, value in patch.items()}
         for key, value in values.items():
             field = self.layout.by_key[key]
             if not self.layout.is_step(field) or keys.key_path(key)[-1] in _FLAGS:
@@ -371,12 +383,25 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
                 raise ValueError(
                     f"{key!r} must be {field} for {len(slots)} transitions, got {got}."
                 )
+        return values
+
+    def _apply_conditional_patch(
+        self, index: torch.Tensor, patch: Mapping[NestedKey, torch.Tensor]
+    ) -> None:
+        """Overwrites checked values of transitions in slots `[B]`."""
+        slots = index.cpu()
         # The last occurrence of each slot.
         _, last = np.unique(slots.numpy()[::-1], return_index=True)
         chosen = torch.from_numpy(len(slots) - 1 - last)
-        at: Any = self.entries.entries_of(slots[chosen])
-        for key, value in values.items():
-            self.entries.rewrite(key, at, value[chosen.to(value.device)])
+        entries: Any = self.entries
+        at = entries.entries_of(slots[chosen])
+        for key, value in patch.items():
+            entries.rewrite(key, at, value[chosen.to(value.device)])
+
+    def _conditional_patch_leaf(self, key: NestedKey) -> NoReturn:
+        raise NotImplementedError(
+            f"version_key is not supported, got {key!r}: compare versions before update_if_present."
+        )
 
     def number_steps(self, steps: np.ndarray, firsts: np.ndarray) -> None:
         """Evicts all steps, and sets the numbers of the next steps; see `dumps.empty_lanes`."""

@@ -27,7 +27,7 @@ from trl_storages.writing.transfer import Transfer, match_fields
 __all__ = ["EpisodeWriter"]
 
 # Keys that sampled batches have in addition to the fields.
-_BATCH_KEYS = (default_keys.INDEX, default_keys.MASK)
+_BATCH_KEYS = (default_keys.INDEX, default_keys.INDEX_GENERATION, default_keys.MASK)
 # Names under `next` that are left out without a warning.
 _BY_PRODUCTS = frozenset(
     {"done", "terminated", "truncated", "is_init", "step_count", "episode_reward"}
@@ -57,6 +57,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
     >>> EpisodeWriter(num_envs=2)
     EpisodeWriter(num_envs=2)
     """
+
+    #: TorchRL's buffers then add `index_generation` to batches, and accept `update_if_present`.
+    tracks_generations = True
 
     def __init__(
         self,
@@ -110,6 +113,21 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         storage.set_num_envs(self.num_envs)
         self._resumed_at = self.write_count if len(storage) else -1
         super().register_storage(storage)
+
+    def generations_of(self, index: Any) -> torch.Tensor:
+        """Returns the time index, in its lane, of the transition in each slot; -1 in empty slots.
+
+        Args:
+            index: `[*B]` slots; -1, as from `extend`, is an empty slot.
+
+        Returns:
+            `[*B]` int64, on the device of `index`.
+        """
+        index, episodes = torch.as_tensor(index), self._storage.episodes
+        slots = index.cpu().numpy()
+        is_live, generations = episodes.are_live(slots), np.full(slots.shape, -1)
+        generations[is_live] = episodes.steps_of(slots[is_live])
+        return torch.as_tensor(generations, device=index.device)
 
     # Steps as TensorDicts
 
