@@ -67,6 +67,8 @@ _IN_PLACE = "only values of a step, such as rewards, can be overwritten: use rew
 
 #: Method of TorchRL's replay buffers -> advice.
 UNSUPPORTED: dict[str, str] = {
+    "as_dataset": "use loader(num_workers), with the buffer in a directory",
+    "export": "use storage[:], which reads all transitions, oldest first",
     "mark_update": "samplers see new transitions when they sample",
     "query": "use episodes.table(), and storage[slots]",
     "read_all_in_order": "use storage[:]",

@@ -289,9 +289,17 @@ def test_batches(num_batches, epochs):
 def test_rows_that_do_not_come():
     """For those that come, see the readers."""
     (cancelled := threading.Event()).set()
-    for options in ({"timeout": 0.01}, {"cancel_event": cancelled}):
-        with pytest.raises(TimeoutError):
-            make().sample(wait=True, **options)
+    storage = make()
+    for error, options in (
+        (TimeoutError, {"timeout": 0}),
+        (RuntimeError, {"cancel_event": cancelled}),
+    ):
+        with pytest.raises(error):
+            storage.sample(wait=True, **options)
+        assert not storage.wait_until_sampleable(2, **options)
+    storage.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        storage.wait_until_sampleable()
 
 
 @pytest.mark.requirement("generation")

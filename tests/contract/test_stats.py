@@ -22,7 +22,7 @@ def test_stats_count_episodes_and_ages_of_stored_transitions(place, write_episod
 
 def test_stats_of_an_empty_buffer_are_zero():
     stats = make("prioritized").stats()
-    names = {"episodes", "oldest_age", "mean_age", "batches", "samples_returned"}
+    names = {"episodes", "oldest_age", "mean_age", "sample_calls", "samples_returned"}
     names |= {"largest_priority", "mean_priority"}
     assert {stats[name] for name in names} == {0}
     assert not {"largest_priority", "mean_priority"} & make().stats().keys()
@@ -36,7 +36,7 @@ def test_stats_count_sampled_batches():
     assert len(storage.sample_episodes(2)) == 2
     library.ReplayStorageEnsemble(storage, batch_size=3).sample()
     stats = storage.stats()
-    assert (stats["batches"], stats["samples_returned"]) == (4, 8 + 5 + 2 * 4 + 3)
+    assert (stats["sample_calls"], stats["samples_returned"]) == (4, 8 + 5 + 2 * 4 + 3)
 
 
 def test_stats_of_priorities_change_no_sample(place):

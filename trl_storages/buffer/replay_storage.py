@@ -136,6 +136,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     shared, priority_key, dim_extend = False, "td_error", 0
     _initialized, _delayed_init, _service_shutdown = True, False, False
     _accepts_transport_backend, _is_epoch_over = False, False
+    _sample_call_count_value, _sampled_item_count_value = 0, 0
     _process_lock: ProcessLock | None = None
     _rng: torch.Generator | None = None
     n_step = _setting("n of the n-step returns (`NStep`).", _PASS_N_STEP)
@@ -200,7 +201,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         if prefetch and batch_size is None:
             raise ValueError("batch_size must be given with prefetch, got None.")
         self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
-        # The number of batches that this object has sampled, and of transitions in them.
+        # The number of batches that this object has returned, and of transitions in them.
         self._num_sampled = [0, 0]
         self._pipeline = self._new_pipeline()
         writer.register_storage(storage)
@@ -619,9 +620,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         Raises:
             ValueError: `batch_size` is below 1.
-            RuntimeError: the buffer is empty or shut down, no batch size is known, or a `HERSampler`
-                chooses goals that no transform writes.
-            TimeoutError: no transitions were written in time, or the wait was cancelled.
+            RuntimeError: the buffer is empty or shut down, the wait was cancelled, no batch size is
+                known, or a `HERSampler` chooses goals that no transform writes.
+            TimeoutError: no transitions were written in time.
         """
         if wait:
             end = math.inf if timeout is None else time.monotonic() + timeout
@@ -631,13 +632,12 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 with suppress(EmptyError):  # another process may empty the buffer meanwhile
                     return self.sample(batch_size, return_info)  # type: ignore[call-overload]
             if cancel_event is not None and cancel_event.is_set():
-                raise TimeoutError("the wait for a batch was cancelled.")
+                raise RuntimeError("the wait for a batch was cancelled.")
             raise TimeoutError(f"no batch could be sampled within {timeout} seconds.")
         size = self._batch_size
         if batch_size is not None:
             size = validation.integer("batch_size", batch_size, at_least=1)
-        if self._service_shutdown:
-            raise RuntimeError("the replay buffer was shut down: it samples no more batches.")
+        self._check_running()
         if size is None:
             raise RuntimeError("batch_size is unknown: pass it to the constructor or to sample().")
         if self._prefetch_queue.number and size == self._batch_size:
@@ -647,29 +647,46 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 self.synchronize()
             with self._replay_lock, self._write_lock:
                 batch, info = self._pipeline.sample(size)
+        self._count(batch)
         if self._pin_memory:
             batch = batch.pin_memory()
         return (batch, info) if return_info else batch
 
     def wait_until_sampleable(
         self,
-        batch_size: int | None = None,
-        *,
+        min_items: int | None = None,
         timeout: float | None = None,
         cancel_event: threading.Event | None = None,
     ) -> bool:
-        """Waits until a batch can be sampled, `timeout` seconds at most; returns whether it can."""
+        """Waits until a batch can be sampled, `timeout` seconds at most; returns whether it can.
+
+        Args:
+            min_items: B; one transition is enough to sample a batch of any size.
+            timeout: seconds to wait at most; None waits forever.
+            cancel_event: ends the wait when it is set.
+
+        Raises:
+            RuntimeError: the buffer is shut down.
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         cancelled = threading.Event() if cancel_event is None else cancel_event
-        while not self.can_sample(batch_size):
+        while True:
+            self._check_running()
+            if self.can_sample(min_items):
+                return True
             if time.monotonic() >= end or cancelled.wait(_PAUSE):
                 return False
-        return True
+
+    def _check_running(self) -> None:
+        if self._service_shutdown:
+            raise RuntimeError("the replay buffer was shut down: it samples no more batches.")
+
+    def _count(self, batch: TensorDictBase) -> None:
+        self._num_sampled[0] += 1
+        self._num_sampled[1] += batch.numel()
 
     def _new_pipeline(self) -> SamplingPipeline:
-        return SamplingPipeline(
-            self._storage, self._sampler, self._unit, self._transform, self._num_sampled
-        )
+        return SamplingPipeline(self._storage, self._sampler, self._unit, self._transform)
 
     def _prefetch(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
         with self._replay_lock, self._write_lock:
@@ -681,12 +698,15 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         sampler = self._prioritized
         with self._replay_lock, self._write_lock:
             if sampler is None:
-                return self._pipeline.sample(batch_size)[0]
-            normalize, sampler.normalize = sampler.normalize, "none"
-            try:
-                return self._pipeline.sample(batch_size)[0]
-            finally:
-                sampler.normalize = normalize
+                batch, _ = self._pipeline.sample(batch_size)
+            else:
+                normalize, sampler.normalize = sampler.normalize, "none"
+                try:
+                    batch, _ = self._pipeline.sample(batch_size)
+                finally:
+                    sampler.normalize = normalize
+        self._count(batch)
+        return batch
 
     def sample_episodes(self, n: int) -> TensorDictBase:
         """Samples complete episodes uniformly: finished episodes without evicted transitions.
@@ -703,7 +723,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         n = validation.integer("n", n, at_least=1)
         self.synchronize()  # so that a seed samples the same episodes
         with self._replay_lock, self._write_lock:
-            return self._pipeline.sample_episodes(n, self._rng)
+            batch = self._pipeline.sample_episodes(n, self._rng)
+        self._count(batch)
+        return batch
 
     def batches(
         self, num_batches: int, batch_size: int | None = None, epochs: int = 1
@@ -1028,7 +1050,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         The call changes nothing. With priorities it takes some milliseconds per million transitions.
 
         Ages are in steps of the transition's own environment that were written later; the newest one has
-        age 0. Prefetched batches and the padding of `sample_episodes` count as sampled.
+        age 0. Batches of `sample_episodes` count as sampled, with their padding.
 
         Returns:
             the entries of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
@@ -1036,7 +1058,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
             - `episodes`: number of episodes that have stored transitions.
             - `oldest_age`, `mean_age`: over the stored transitions.
-            - `batches`, `samples_returned`: batches that this object has sampled, transitions in them.
+            - `sample_calls`, `samples_returned`: batches that this object has sampled, transitions in
+              them.
             - `largest_priority`, `mean_priority`: if the sampler uses priorities.
 
             Ages and priorities of an empty buffer are 0.
@@ -1047,7 +1070,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             found["episodes"] = view.episodes.num_episodes
             found["oldest_age"] = int((fill - 1).max(initial=0))
             found["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
-            found["batches"], found["samples_returned"] = self._num_sampled
+            found["sample_calls"], found["samples_returned"] = self._num_sampled
             if sampler is not None:
                 priorities = sampler.priorities_of(view).by_slot()
                 priorities = priorities[priorities < math.inf]

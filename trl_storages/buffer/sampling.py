@@ -38,7 +38,6 @@ class SamplingPipeline:
         sampler: chooses slots; the slots of a sampler that is not a `ReplaySampler` are checked.
         unit: expands slots to sequences; None leaves them.
         transform: all transforms. Others may be added to it at any time.
-        num_sampled: the numbers of sampled batches and transitions, to which this object adds.
 
     Raises:
         TypeError: a transform is one of TorchRL's that would be wrong over lanes of episodes.
@@ -50,10 +49,8 @@ class SamplingPipeline:
         sampler: Sampler,
         unit: EpisodeSequence | None,
         transform: Compose,
-        num_sampled: list[int],
     ) -> None:
         self._storage, self._unit, self._transform = storage, unit, transform
-        self._num_sampled = num_sampled
         is_own = isinstance(sampler, ReplaySampler)
         self._choose: Callable[..., tuple[torch.Tensor, Info]] = (
             sampler.sample_view if is_own else partial(_choose_live, sampler, storage)
@@ -131,9 +128,6 @@ class SamplingPipeline:
         batch = rows.tensordict()
         if not view.is_exclusive and (is_torn := self._torn(view, len(slots), needed)) is not None:
             batch, info = self._replace(batch, info, is_torn, batch_size)
-        if needed is None:
-            self._num_sampled[0] += 1
-            self._num_sampled[1] += len(slots)
         return batch, info
 
     def _audit(self) -> None:
@@ -182,8 +176,6 @@ class SamplingPipeline:
         longest = max(batch.shape[1] for batch in batches)
         padded = [_pad(batch, longest) for batch in batches]
         batch = padded[0] if len(padded) == 1 else torch.cat(padded)
-        self._num_sampled[0] += 1
-        self._num_sampled[1] += batch.numel()
         with dispatch_td_nn_modules(True):
             for transform in self.batch_transforms:
                 batch = transform(batch)
