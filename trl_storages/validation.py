@@ -403,7 +403,10 @@ def _warn_deprecated(old: str, new: str) -> None:
 
 
 #: Packages whose frames are skipped: this one and the libraries that call it.
-_SKIPPED_PACKAGES = {"trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"}
+_SKIPPED_PACKAGES = {
+    *("trl_storages", "torchrl", "tensordict", "torch", "numba", "importlib"),
+    *("stable_baselines3", "sb3_contrib"),
+}
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
