@@ -79,7 +79,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
             `alpha` and `eta`. Values of `info_keys` and `extra_fields` are read from the infos.
 
     Raises:
-        ValueError: `optimize_memory_usage` is True, or an option is out of range.
+        ValueError: `optimize_memory_usage` is True, an option is out of range, or `service_backend` is
+            given.
         TypeError: an option is unknown, or has the wrong type.
 
     >>> from stable_baselines3 import DQN
@@ -111,6 +112,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 "optimize_memory_usage must be False, got True: each observation is stored once in any "
                 "case, and last observations are kept."
             )
+        if options.get("service_backend", "direct") not in (None, "direct"):
+            raise ValueError(
+                "service_backend must be left out: SB3 needs the buffer in its process."
+            )
         # That of SB3's ReplayBuffer allocates arrays.
         buffers.BaseBuffer.__init__(
             self, buffer_size, observation_space, action_space, device, n_envs
@@ -136,8 +141,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         # Between GoalRelabel and NStep.
         position = int(isinstance(self.storage, HERReplayStorage))
         self.storage.insert_transform(position, self._normalized_reward)
-        names = [*options.get("info_keys", ()), *(options.get("extra_fields") or ())]
-        self._info_names = {[*keys.key_path(keys.info_key(name))][1] for name in names}
+        fields = [*options.get("info_keys", ()), *(options.get("extra_fields") or ())]
+        self._info_names = {next(x for x in keys.key_path(key) if x != "next") for key in fields}
         self._count()
 
     def _count(self) -> None:

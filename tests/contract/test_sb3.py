@@ -542,6 +542,8 @@ def test_options_that_raise():
     spaces = SPACES["vector"], ACTIONS["one"]
     with pytest.raises(ValueError, match="optimize_memory_usage must be False"):
         ReplayBuffer(100, *spaces, optimize_memory_usage=True)
+    with pytest.raises(ValueError, match="service_backend must be left out"):
+        ReplayBuffer(100, *spaces, service_backend="ray")
     with pytest.raises(TypeError, match="use n_steps="):
         ReplayBuffer(100, *spaces, n_step=3)
     with pytest.raises(TypeError, match="use goal_selection_strategy="):
