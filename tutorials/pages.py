@@ -13,6 +13,7 @@ MODULES = {
     "trl_storages.datasets": "datasets.",
     "trl_storages.functional": "functional.",
     "trl_storages.plotting": "plotting.",
+    "trl_storages.sb3": "sb3.",
 }
 
 
