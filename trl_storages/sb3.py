@@ -146,9 +146,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self._count()
 
     def _count(self) -> None:
-        """Sets SB3's counters."""
-        self.pos = self.storage.write_count // self.n_envs % self.buffer_size
-        self.full = self.storage.is_full
+        """Sets the counters of SB3: the position of the next write, and whether the ring has wrapped."""
+        num_steps = self.storage.write_count // self.n_envs
+        self.pos, self.full = num_steps % self.buffer_size, num_steps >= self.buffer_size
 
     def size(self) -> int:
         """Returns the number of stored transitions per environment."""
