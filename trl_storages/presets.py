@@ -138,7 +138,7 @@ class UniformReplayStorage(ReplayStorage):
         autoreset_mode: gymnasium's `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
             loops that reset environments themselves. `record` of several environments needs it.
         on_gap: what to do if a step's observation is not the next observation of the previous step in
-            its lane: "cut" splits the episode there, with one warning; "split" does the same without a
+            its lane: "cut" splits the episode there, with one warning; "cut_silently" splits without the
             warning; "ignore" continues it.
         max_entries: room for observations, over all environments; see `PackedStorage`.
         fresh: whether to discard the contents of `path`.

@@ -135,7 +135,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             n_step=n_steps,
             discount=gamma,
             autoreset_mode="Disabled",
-            **{"on_gap": "split", **options},
+            **{"on_gap": "cut_silently", **options},
         )
         self._normalized_reward = _NormalizedReward()
         # Between GoalRelabel and NStep.

@@ -51,7 +51,7 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
             changes. The data may lack this key.
         keys: keys to store, all others are left out; None stores all keys.
         on_gap: "cut" begins an episode with a transition whose observation is not bitwise identical to
-            the next observation of the transition before it, and warns once; "split" does the same
+            the next observation of the transition before it, and warns once; "cut_silently" does the same
             without a warning; "ignore" stores the transitions as one episode.
 
     >>> EpisodeWriter(num_envs=2)
@@ -75,14 +75,14 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         self.done_key = validation.key("done_key", done_key)
         self.traj_key = validation.key("traj_key", traj_key)
         self.keys = None if keys is None else validation.keys("keys", keys)
-        self.on_gap = validation.choice("on_gap", on_gap, ("cut", "split", "ignore"))
+        self.on_gap = validation.choice("on_gap", on_gap, ("cut", "cut_silently", "ignore"))
         # The staging of the last write, to be filled again.
         self._staged: StagedBlock | None = None
         self._notes = LaneNotes(E)
         # The write count when transitions were loaded or opened, else -1. Lanes that were not written
         # since may be continued by another environment, so that their gaps are no reason for a warning.
         self._resumed_at = -1
-        self._warned_of_gaps = self.on_gap == "split"
+        self._warned_of_gaps = self.on_gap == "cut_silently"
         self._warned_of_unstored = self._warned_of_flat = False
 
     @property
