@@ -85,12 +85,14 @@ class Report:
         machine: processor, operating system, versions, backend and device.
         results: the times.
         memory: of the section "memory"; see `tests.benchmarks.memory`.
+        counts: of the run for a GPU: peer -> work -> operations that a call starts on the GPU, and waits.
         left_out: lines about libraries or sections that could not run.
     """
 
     machine: dict[str, str | int] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     memory: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

@@ -36,6 +36,7 @@ TITLES = {
 #: What no library does: bare copies of as many bytes.
 BARE = ("ring", "raw")
 GROWING = {"write": "write of [lanes, 1]", "update": "priorities", "route": "new trajectories"}
+COUNTED = {"extend": "extend of 1,000, from the GPU", "lanes": "write of [4096, 1], from the GPU"}
 #: Who writes steps of lanes; the directory is one of ours.
 LANE_PEERS = {
     "ring": "ring of tensors",
@@ -87,6 +88,25 @@ def format_gpu(report: Report) -> Iterator[str]:
     yield from format_samples(report)
     yield ""
     yield from format_rest(report)
+    yield from format_lanes(report)
+    yield from format_counts(report)
+
+
+def format_counts(report: Report) -> Iterator[str]:
+    """Gives how many operations a call starts on the GPU, and how often the host waits for it."""
+    if not (counts := report.counts):
+        return
+    titles = ("trl_storages" if peer == "ours" else TITLES[peer] for peer in counts)
+    names = ["operations on the GPU per call, waits", *titles]
+    yield ""
+    yield "| " + " | ".join(names) + " |"
+    yield "|---" * len(names) + "|"
+    for work in counts["ours"]:
+        cells = [", ".join(map(str, of[work])) if work in of else "" for of in counts.values()]
+        yield "| " + " | ".join([COUNTED.get(work) or WORKS[work], *cells]) + " |"
+    yield ""
+    yield f"Counted on: {report.machine['device']}. A simulated GPU is the CPU in its place, which counts"
+    yield "copies and kernels alike."
 
 
 def format_machine(machine: dict[str, str | int]) -> str:

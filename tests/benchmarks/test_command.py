@@ -6,15 +6,18 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import contest, durability, lanes, network, sections
-from tests.benchmarks.contest import Plan
+from tests.benchmarks import contest, durability, gpu, lanes, network, sections
+from tests.benchmarks.contest import Plan, adapter
+from tests.benchmarks.data import goal_columns
 from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.peers import ON_CUDA, PEERS
 from tests.benchmarks.readme import PAGES
 from tests.benchmarks.results import Report
 from tests.benchmarks.sections import SECTIONS, run_section
+from tests.benchmarks.simulated_gpu import Counted, simulated_gpu
 from tests.benchmarks.tables import format_all, format_missed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,3 +112,29 @@ def test_a_section_is_measured_on_a_gpu(section):
     results = run_section(section, plan).results
     assert {result.peer for result in results} <= {*ON_CUDA}
     assert all(np.isfinite(result.rounds).all() for result in results)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_run_for_a_gpu_counts_operations_and_waits_on_the_cpu(tmp_path, capsys):
+    kept = tmp_path / "gpu.json"
+    gpu.main(f"--device cpu --rows 400 --batches 16 --rounds 1 --json {kept}".split())
+    printed = capsys.readouterr().out
+    assert "| uniform | 16 |" in printed
+    assert "| write of [4096, 1], from the GPU |" in printed
+    report = Report.load(kept)
+    assert {"sampling", "writing", "lanes"} <= {result.section for result in report.results}
+    launches, waits = report.counts["ours"]["uniform"]
+    assert (launches > 0, waits) == (True, 0)
+    assert report.counts["ours"]["extend"][1] == 1
+
+
+def test_simulated_gpu_samples_what_the_cpu_samples():
+    columns = goal_columns(300)
+    batches = []
+    for device in ("cpu", "cuda:0"):
+        with simulated_gpu(), Counted():
+            buffer = adapter("ours", "her_n_step", device=device)(columns, 400)
+            buffer.buffer.set_rng(torch.Generator().manual_seed(0))
+            batches.append(buffer.columns_of(buffer.sample(64)))
+    for name, values in batches[0].items():
+        np.testing.assert_allclose(batches[1][name], values, rtol=1e-6, err_msg=name)
