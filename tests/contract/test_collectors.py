@@ -1,5 +1,6 @@
 """TorchRL's collectors and rollouts write, in one piece or flat, and nothing crosses an episode."""
 
+import inspect
 import multiprocessing
 import random
 import warnings
@@ -129,9 +130,12 @@ class TestCollector:
         assert len(plain) == 24 * num_envs
 
     @pytest.mark.parametrize("num_envs", [1, 2])
-    def test_whole_trajectories(self, num_envs):
+    @pytest.mark.parametrize("mode", [{"trajs_per_batch": 2}, {"replay_write_mode": "trajectory"}])
+    def test_whole_trajectories(self, num_envs, mode):
+        if not {*mode} <= {*inspect.signature(Collector).parameters}:
+            pytest.skip("an option of TorchRL 0.15")
         storage = tally_storage(1)
-        for _ in collected(num_envs, replay_buffer=storage, trajs_per_batch=2):
+        for _ in collected(num_envs, replay_buffer=storage, **mode):
             if len(storage):
                 assert_nothing_crosses(storage)
         # The last row of each is an end.
