@@ -192,7 +192,6 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self._pin_memory = validation.flag("pin_memory", pin_memory)
         self._unit = sample_unit
         self._sampler = resolve_sampler(UniformSampler() if sampler is None else sampler)
-        self.set_rng(generator)
         self._transform = transform if isinstance(transform, Compose) else Compose()
         reject_torchrl_components(*transforms_in(self._transform.eval()))
         if not isinstance(transform, Compose | None):
@@ -203,7 +202,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
         # The number of batches that this object has returned, and of transitions in them.
         self._num_sampled = [0, 0]
-        self._pipeline = self._new_pipeline()
+        self.set_rng(generator)
         writer.register_storage(storage)
         if (prioritized := self._prioritized) is not None:
             prioritized.priorities_of(storage.view())
@@ -686,7 +685,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self._num_sampled[1] += batch.numel()
 
     def _new_pipeline(self) -> SamplingPipeline:
-        return SamplingPipeline(self._storage, self._sampler, self._unit, self._transform)
+        return SamplingPipeline(
+            self._storage, self._sampler, self._unit, self._transform, self._rng
+        )
 
     def _prefetch(self) -> tuple[TensorDictBase, dict[Any, Any], bool]:
         with self._replay_lock, self._write_lock:
@@ -723,7 +724,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         n = validation.integer("n", n, at_least=1)
         self.synchronize()  # so that a seed samples the same episodes
         with self._replay_lock, self._write_lock:
-            batch = self._pipeline.sample_episodes(n, self._rng)
+            batch = self._pipeline.sample_episodes(n)
         self._count(batch)
         return batch
 
@@ -803,6 +804,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """Replaces the generator of random numbers; None uses torch's default generator."""
         validation.optional(validation.instance, "generator", generator, torch.Generator)
         super().set_rng(generator)
+        self._pipeline = self._new_pipeline()
 
     def append_transform(
         self, transform: Transform | Callable[..., Any], *, invert: bool = False

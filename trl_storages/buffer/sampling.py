@@ -38,6 +38,7 @@ class SamplingPipeline:
         sampler: chooses slots; the slots of a sampler that is not a `ReplaySampler` are checked.
         unit: expands slots to sequences; None leaves them.
         transform: all transforms. Others may be added to it at any time.
+        generator: random numbers of the sampler; None is torch's default generator.
 
     Raises:
         TypeError: a transform is one of TorchRL's that would be wrong over lanes of episodes.
@@ -49,8 +50,10 @@ class SamplingPipeline:
         sampler: Sampler,
         unit: EpisodeSequence | None,
         transform: Compose,
+        generator: torch.Generator | None,
     ) -> None:
         self._storage, self._unit, self._transform = storage, unit, transform
+        self._generator = generator
         is_own = isinstance(sampler, ReplaySampler)
         self._choose: Callable[..., tuple[torch.Tensor, Info]] = (
             sampler.sample_view if is_own else partial(_choose_live, sampler, storage)
@@ -120,7 +123,7 @@ class SamplingPipeline:
         if self._unit is not None:
             slots, info = self._unit.expand(slots, info, view)
         info[keys.INDEX], info[keys.INDEX_GENERATION] = slots, view.episodes.steps_of(slots)
-        rows = BatchRows(view, slots, info, self._storage.generator)
+        rows = BatchRows(view, slots, info, self._generator)
         for prepare in self._prepares:
             prepare(rows)
         for replay in self._replays:
@@ -163,16 +166,14 @@ class SamplingPipeline:
             info[key] = torch.where(expand_as_right(is_torn, value), other_info[key], value)
         return batch, info
 
-    def sample_episodes(
-        self, num_episodes: int, generator: torch.Generator | None
-    ) -> TensorDictBase:
+    def sample_episodes(self, num_episodes: int) -> TensorDictBase:
         """Samples complete, finished episodes `[n, T]`, padded with zeros where the mask is false.
 
         Episodes that another process overwrites while they are read are replaced by others.
         """
         batches: list[TensorDictBase] = []
         while (missing := num_episodes - sum(map(len, batches))) > 0:
-            batches.append(_read_episodes(self._storage, missing, generator))
+            batches.append(_read_episodes(self._storage, missing, self._generator))
         longest = max(batch.shape[1] for batch in batches)
         padded = [_pad(batch, longest) for batch in batches]
         batch = padded[0] if len(padded) == 1 else torch.cat(padded)

@@ -114,7 +114,6 @@ class BatchRows(Rows):
     Attributes:
         drawn: the argument; `rows[key]` returns its values on `device`.
         generator: the argument, for transforms that draw random numbers.
-        steps: the transitions whose rewards and flags transforms change: `window`, else these.
         window: the n-step window of each transition, `[n, B]`, until `NStep` has computed returns; else
             None. Beyond the end of an episode a window repeats the episode's last transition.
         lengths: `[B]` int64, on the host: number of different transitions in each window.
@@ -131,7 +130,6 @@ class BatchRows(Rows):
         super().__init__(view, slots)
         self.drawn, self.generator = drawn, generator
         self.changes = dict(drawn) if self.is_on_host else sent_together(drawn, self.device)
-        self.steps: Rows = self
         self.window: Rows | None = None
         self.lengths: Any = None
         self.has_returns = False
@@ -142,6 +140,12 @@ class BatchRows(Rows):
         # The gathered transitions `[B, row_words]`, and the batch after the first function of batches.
         self._gathered: torch.Tensor | None = None
         self._batch: TensorDictBase | None = None
+
+    # Not an attribute: memory that refers to itself is only released by the garbage collector.
+    @property
+    def steps(self) -> Rows:
+        """The transitions whose rewards and flags transforms change: `window`, else these."""
+        return self if self.window is None else self.window
 
     def __contains__(self, key: NestedKey) -> bool:
         key = unravel_key(key)
@@ -191,7 +195,7 @@ class BatchRows(Rows):
             )
         slots, lengths = self.episodes.windows(self.slots.numpy(), num_rows)
         self.lengths = torch.from_numpy(lengths)
-        self.steps = self.window = Rows(self._view, torch.from_numpy(slots))
+        self.window = Rows(self._view, torch.from_numpy(slots))
         self._last_entries = self.window._entries[-1]
 
     def follow(self, slots: torch.Tensor) -> None:

@@ -330,7 +330,7 @@ def goal_values(
         TypeError, ValueError, RuntimeError: the function raised such an error, or did not return one
             value per transition.
     """
-    size = len(achieved)
+    size = achieved.shape[0]
 
     def message(outcome: str) -> str:
         return (
