@@ -286,11 +286,6 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self._attach(self.backend.copy_to_shared_memory())
 
     @property
-    def generator(self) -> torch.Generator | None:
-        """The random numbers of the buffer; None is torch's default generator."""
-        return self._rng
-
-    @property
     def initialized(self) -> bool:
         """Whether the layout is fixed; TorchRL's collectors read this."""
         return self.entries is not None
