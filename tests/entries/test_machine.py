@@ -248,21 +248,24 @@ class Machine(RuleBasedStateMachine):
         first = int(stores * len(lanes)) if after == "publish" else 0  # so many lanes are published
         for index, rows in self.forms:
             tables, n, is_on_device = index.tables, len(words), isinstance(rows, DeviceEntries)
-            is_compressed = bool(self.layout.keyframes)
-            loops = frames if is_compressed else entries
+            is_compressed, kinds = bool(self.layout.keyframes), np.empty(n, np.uint8)
+            arguments = lanes, offsets, words, kinds
             if is_on_device:
                 kinds, _, _, last = rows._compare(block)
+            elif is_compressed:
+                frames.update_tips(tables, rows.store, lanes)
+                store = frames.Store(*rows.store)
+                entries.compare_with_tips(tables, store.tips, store.sizes, *arguments)
             else:
-                rows.count_gaps(block)  # decodes the last observations of the streams
-                kinds = np.empty(n, np.uint8)
-                loops.compare_block(tables, rows.store, lanes, offsets, words, kinds)
+                entries.compare(tables, rows.store, *arguments)
             entry, slots, numbers = np.empty((3, n), np.int64)
             saved = [it.copy() for it in tables[:5]]
             entries.make_room(tables, lanes, offsets, kinds, entry)
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            entries.enter(tables, lanes, offsets, entry, (done, cut), slots, numbers)
+            ends = done, cut
+            entries.enter(tables, lanes, offsets, kinds, entry, ends, False, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)
@@ -274,7 +277,7 @@ class Machine(RuleBasedStateMachine):
                 begins = np.append(0, copied.cumsum())[offsets]
                 frames.copy_in(rows.store, lanes, begins, *part, rows.checksum_tables)
             else:
-                entries.copy_in(rows.store, *part)
+                entries.copy_in(rows.store, *part, 0, len(part[0]))
             if self.has_file and rows is self.directory.entries:
                 before, tables_of_file = rows.checksums.copy(), rows.checksum_tables
                 sizes = self.layout.observation_words, self.k

@@ -18,6 +18,5 @@ def test_a_draw_is_a_part_of_the_noise(num_rows, seed):
     begins = [(int(rank) << 63) // num_rows for rank in rng.integers(num_rows, size=50)]
     edges = [(begin + more) % (1 << 63) for begin in begins for more in (-1, 0, 1)]
     noise = np.array([*rng.integers(1 << 63, size=50), *edges], np.int64)
-    slots = np.empty_like(noise)
-    draws.draw(index.tables, 5000, noise, slots)
+    slots = draws.draw(index.tables, 5000, noise)
     assert slots.tolist() == [number * num_rows >> 63 for number in noise.tolist()]

@@ -50,7 +50,7 @@ class TestEntries:
     def test_copy_in_prefetches_entries(self, prefetched):
         words, kinds = np.zeros((B, W + SEEN), np.int64), np.full(B, SHARED, np.uint8)
         stored = np.zeros_like(self.entries)
-        python(entries.copy_in)((stored, SIZES, 1), words, kinds, self.at)
+        python(entries.copy_in)((stored, SIZES, 1), words, kinds, self.at, 0, B)
         expected = [stretch(stored, p, 0, W * 8) for p in self.at]
         # The first entries are written at once.
         assert prefetched == expected[-len(prefetched) :]
@@ -78,14 +78,14 @@ class TestIndex:
         return index
 
     def test_draw_prefetches_slots(self, prefetched):
-        index, slots = self.index(), np.empty(B, np.int64)
-        python(draws.draw)(index.tables, 100, np.arange(B) << 57, slots)
+        index = self.index()
+        slots = python(draws.draw)(index.tables, 100, np.arange(B) << 57)
         assert [*zip(prefetched[::2], prefetched[1::2], strict=True)] == [
             (stretch(index.episode, slot), stretch(index.where, slot)) for slot in slots
         ]
 
     def test_bounds_and_goals_prefetch_episodes_and_entries(self, prefetched):
-        index, slots, goals = self.index(), np.arange(B), np.empty(B, np.int64)
+        index, slots = self.index(), np.arange(B)
         python(draws.bounds)(index.tables, slots)
         spans = [stretch(index.spans[0], index.episode[slot]) for slot in slots]
         assert [it for it in prefetched if it in spans] == spans
@@ -93,7 +93,7 @@ class TestIndex:
         assert episodes == [stretch(index.episode, slot) for slot in slots][-len(episodes) :]
         assert len(episodes) > B // 2
         kinds, noise = np.full(B, draws.GOAL_KINDS["future"], np.uint8), np.arange(B) << 57
-        python(draws.goals)(index.tables, slots, noise, kinds, np.empty(0), goals)
+        goals = python(draws.goals)(index.tables, slots, noise, kinds, np.empty(0))
         # The ranges of `bounds` come first if `bounds` runs as Python too.
         assert prefetched[-B:] == [stretch(index.where, goal) for goal in goals]
 

@@ -210,19 +210,14 @@ class Arena:
         """Waits until all writes are on the disk."""
         self._map.flush()
 
-    def release(self, name: str, firsts: np.ndarray, ends: np.ndarray) -> None:
-        """Releases the whole pieces within bytes `firsts` to `ends` `[n]` of an array."""
-        if not CAN_RELEASE:
-            return
-        firsts = -(-firsts // self.piece) * self.piece
-        sizes = ends // self.piece * self.piece - firsts
-        has_pieces = sizes > 0
-        starts = (self._starts[name] + firsts[has_pieces]).tolist()
-        # A file system without holes keeps the bytes.
-        advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
-        with suppress(OSError):
-            for start, size in zip(starts, sizes[has_pieces].tolist(), strict=True):
-                self._map.madvise(advice, start, size)
+    def release(self, name: str, first: int, end: int) -> None:
+        """Releases the whole pieces within bytes `first` to `end` of an array."""
+        begin = -(-first // self.piece) * self.piece
+        size = end // self.piece * self.piece - begin
+        if size > 0 and CAN_RELEASE:
+            advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
+            with suppress(OSError):  # a file system without holes keeps the bytes
+                self._map.madvise(advice, self._starts[name] + begin, size)
 
 
 def _address(mapping: mmap.mmap) -> int:

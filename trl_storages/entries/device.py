@@ -68,30 +68,23 @@ class DeviceEntries:
         self._tip_cursors = np.zeros(index.num_envs, np.int64)
 
     def append(
-        self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
+        self, block: Block, *, cuts_gaps: bool, most_gaps: int | None = None
     ) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane; see `HostEntries.append`."""
         lanes, offsets, words, *_ = block
         tables, num_rows = self._index.tables, len(words)
         kinds, done, cut, last = self._compare(block)
-        words = sent(words, self.device)
         entry, slots, numbers = np.empty((3, num_rows), np.int64)
-        ends, flags = (done, cut), (cuts_gaps, stops_at_gaps)
-        gaps = entries.find_gaps(tables, lanes, offsets, kinds, ends, flags)
-        if gaps and stops_at_gaps:
+        where, ends = (tables, lanes, offsets, kinds), (done, cut)
+        if most_gaps is not None and (gaps := entries.count_gaps(*where, ends)) > most_gaps:
             return slots, gaps
-        entries.make_room(tables, lanes, offsets, kinds, entry)
-        entries.enter(tables, lanes, offsets, entry, ends, slots, numbers)
+        words = sent(words, self.device)
+        entries.make_room(*where, entry)
+        gaps = entries.enter(*where, entry, ends, cuts_gaps, slots, numbers)
         self._copy_in(words, sent(entry, self.device))
         entries.publish(tables, lanes, offsets)
         self._set_tips(lanes[offsets[1:] > offsets[:-1]], last)
         return slots, gaps
-
-    def count_gaps(self, block: Block) -> int:
-        """Returns the number of gaps of a block of any length."""
-        kinds, done, cut, _ = self._compare(block)
-        tables, ends = self._index.tables, (done, cut)
-        return entries.find_gaps(tables, block.lanes, block.offsets, kinds, ends, (True, True))
 
     def _compare(self, block: Block) -> tuple[np.ndarray, ...]:
         """Compares the rows of a block with the observations before them in their streams.

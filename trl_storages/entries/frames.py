@@ -5,7 +5,7 @@ Letters as in `kernels.frames`, and N rows of a block, B batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,8 @@ class FrameEntries(HostEntries):
         tips = np.zeros((index.num_envs, layout.seen_words), np.int64)
         self._tip_states = np.full((index.num_envs, 3), -1, np.int64)
         constants = tuple(layout.sizes), k, C, layout.keyframes, layout.pixel_row
-        self.store = self.entries, self.records, tips, self._tip_states, *constants
+        tables = self.entries, self.records, tips, self._tip_states, arena.arrays["epoch"]
+        self.store = *tables, *constants
         self._most_bytes = frames.most_bytes(C * WORD)
         usual_bytes = (layout.entry_words + C // _USUAL_RATIO) * WORD
         self._release_interval = max(arena.piece // usual_bytes, 1)
@@ -61,42 +62,27 @@ class FrameEntries(HostEntries):
             self.most_steps = min(self.most_steps, max(most_steps, 1))
         self._step_sizes = layout.observation_words - C + 1, k
 
-    def append(self, block: Block, **flags: bool) -> tuple[np.ndarray, int]:
-        """Writes and publishes a block of at most `most_steps` rows a lane; see `HostEntries.append`."""
-        self._update_tips(block)
-        if self.is_in_file and self._arena.is_reserved:
-            self._reserve_records(block)
-        return super().append(block, **flags)
-
-    def count_gaps(self, block: Block) -> int:
-        """Returns the number of gaps of a block of any length."""
-        self._update_tips(block)
-        return super().count_gaps(block)
-
-    def _update_tips(self, block: Block) -> None:
-        index = self._index
-        frames.update_tips(index.tables, self.store, index.generation, block.lanes)
-
-    def _reserve_records(self, block: Block) -> None:
-        """Reserves room on the disk for the largest records of a block, and for later writes."""
+    def _reserve(self, block: Block) -> None:
+        """Reserves room on the disk, also for the largest records of a block."""
+        super()._reserve(block)
+        if not self.is_in_file:
+            return
+        frames.update_tips(self._index.tables, self.store, block.lanes)
         ends, k = self._tip_states[block.lanes, frames.END], self._index.stack
         # One record more, because a record that does not fit before the end of the ring skips the rest.
         needed = ends + (np.diff(block.offsets) * (k + 1) + k + 1) * self._most_bytes
         for i in np.flatnonzero(needed > self._reserved_to[block.lanes]).tolist():
             lane, begin = int(block.lanes[i]), int(ends[i])
             end = min(int(needed[i]) + min(_MOST_RESERVED, self._H // 256), begin + self._H)
-            self._reserve_positions(lane, begin, end)
+            self._for_positions(self._arena.reserve, lane, begin, end)
             self._reserved_to[lane] = end
 
-    def _reserve_positions(self, lane: int, begin: int, end: int) -> None:
-        """Reserves room on the disk for positions `begin` to `end` of a lane."""
+    def _for_positions(
+        self, act: Callable[[str, int, int], None], lane: int, begin: int, end: int
+    ) -> None:
+        """Reserves or releases the memory of positions `begin` to `end` of a lane."""
         for start, stop in self._in_ring(begin, end):
-            self._arena.reserve("records", lane * self._H + start, lane * self._H + stop)
-
-    def _release_positions(self, lane: int, begin: int, end: int) -> None:
-        """Releases the memory of positions `begin` to `end` of a lane."""
-        starts, stops = np.array(self._in_ring(begin, end)).T + lane * self._H
-        self._arena.release("records", starts, stops)
+            act("records", lane * self._H + start, lane * self._H + stop)
 
     def _in_ring(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Returns the one or two ranges of bytes of a ring for positions `begin` to `end`."""
@@ -104,16 +90,16 @@ class FrameEntries(HostEntries):
         stop = first + end - begin
         return [(first, stop)] if stop <= H else [(first, H), (0, stop - H)]
 
-    def _release(self) -> np.ndarray:
-        index, lanes = self._index, super()._release()
-        newest = index.cursors[lanes] - 1
-        oldest = index.slots_of(lanes, np.minimum(index.tails[lanes], newest))
-        firsts, tips = index.where[oldest], index.where[index.slots_of(lanes, newest)] + 1
-        for lane, first, tip in zip(lanes.tolist(), firsts.tolist(), tips.tolist(), strict=True):
-            begin = int(self.entries[self.begin_of(first), 0]) >> frames.SHIFT
-            self._reserved_to[lane] = end = frames.end_of(self.store, tip)
-            self._release_positions(lane, end, begin + self._H)
-        return lanes
+    def _release_lanes(self, first: int, last: int) -> None:
+        super()._release_lanes(first, last)
+        index, release = self._index, self._arena.release
+        for lane in (first + np.flatnonzero(index.cursors[first:last])).tolist():
+            newest = int(index.cursors[lane]) - 1
+            steps = np.array([min(int(index.tails[lane]), newest), newest])
+            oldest, tip = index.where[index.slots_of(lane, steps)].tolist()
+            begin = int(self.entries[self.begin_of(oldest), 0]) >> frames.SHIFT
+            self._reserved_to[lane] = end = frames.end_of(self.store, tip + 1)
+            self._for_positions(release, lane, end, begin + self._H)
 
     def begin_of(self, entry: int) -> int:
         """Returns the first entry that the step in an entry needs, which is a keyframe."""
@@ -138,9 +124,10 @@ class FrameEntries(HostEntries):
         super().fill(lane, parts)
         position, saved = records
         if self.is_in_file:
-            self._reserve_positions(lane, 0, len(saved) + self._most_bytes)
+            room = len(saved) + self._most_bytes
+            self._for_positions(self._arena.reserve, lane, 0, room)
         else:
-            self._release_positions(lane, 0, self._H)
+            self._for_positions(self._arena.release, lane, 0, self._H)
         first = lane * self._index.entries_per_lane
         frames.move_in(self.store, first, sum(map(len, parts)), position, saved)
 

@@ -98,14 +98,15 @@ class HostEntries:
         self._arena.read_cold(is_cold)
 
     def append(
-        self, block: Block, *, cuts_gaps: bool, stops_at_gaps: bool = False
+        self, block: Block, *, cuts_gaps: bool, most_gaps: int | None = None
     ) -> tuple[np.ndarray, int]:
         """Writes and publishes a block of at most `most_steps` rows a lane.
 
         Args:
             block: the rows.
             cuts_gaps: whether a row that does not continue the row before begins an episode.
-            stops_at_gaps: whether nothing is written if there are such rows.
+            most_gaps: nothing is written if there are more such rows. None sets no bound; -1 only counts
+                them, in a block of any length.
 
         Returns:
             `[N]` int64 slots, and the number of gaps.
@@ -114,30 +115,22 @@ class HostEntries:
             OSError: the disk is full. Nothing is written.
         """
         num_rows = len(block.words)
-        if self._arena.is_reserved:
-            self._reserve(int(np.diff(block.offsets).max()))
-        slots = np.empty(num_rows, np.int64)
-        flags, sums = (cuts_gaps, stops_at_gaps), self.checksum_tables
-        tables = self._index.tables
-        gaps = int(self._loops.put(tables, self.store, (*block,), flags, slots, sums))
-        if gaps and stops_at_gaps:
-            return slots, gaps
-        self._num_written += num_rows
-        if self._num_written >= self._release_interval * self._group:
-            self._release()
+        most_gaps = num_rows if most_gaps is None else most_gaps
+        if most_gaps >= 0 and self._arena.is_reserved:
+            self._reserve(block)
+        slots, flags = np.empty(num_rows, np.int64), (cuts_gaps, most_gaps)
+        written, sums = (self._index.tables, self.store, (*block,)), self.checksum_tables
+        gaps = self._loops.put(*written, flags, slots, sums)
+        if gaps <= most_gaps:
+            self._num_written += num_rows
+            if self._num_written >= self._release_interval * self._group:
+                self._release()
         return slots, gaps
 
-    def count_gaps(self, block: Block) -> int:
-        """Returns the number of gaps of a block of any length."""
-        lanes, offsets, words, done, cut = block
-        tables, kinds = self._index.tables, np.empty(len(words), np.uint8)
-        self._loops.compare_block(tables, self.store, lanes, offsets, words, kinds)
-        return int(entries.find_gaps(tables, lanes, offsets, kinds, (done, cut), (True, True)))
-
-    def _reserve(self, num_rows: int) -> None:
-        """Reserves room on the disk for a write of `num_rows` a lane, and for later writes."""
+    def _reserve(self, block: Block) -> None:
+        """Reserves room on the disk for the entries of a block, and for later writes."""
         index, k = self._index, self._index.stack
-        need = num_rows * (k + 1) + k
+        need = int(np.diff(block.offsets).max()) * (k + 1) + k
         self._num_reserved -= need
         if self._num_reserved >= 0:
             return
@@ -153,35 +146,24 @@ class HostEntries:
                 self._for_entries(self._arena.reserve, base + first, base + last)
         self._num_reserved = num_entries - need
 
-    def _release(self) -> np.ndarray:
-        """Releases the memory of the next lanes that no valid step and no end of a stream needs.
-
-        Returns:
-            the lanes that have steps.
-        """
-        index, M, first = self._index, self._index.entries_per_lane, self._next_lane
+    def _release(self) -> None:
+        """Releases the memory of the next lanes that no valid step and no end of a stream needs."""
         num_lanes, self._num_written = divmod(self._num_written, self._release_interval)
-        last = min(first + num_lanes, index.num_envs)
+        first, num_envs = self._next_lane, self._index.num_envs
+        last = min(first + num_lanes, num_envs)
         # Set before the release, so that no released room counts as reserved after an interrupt.
-        self._next_lane, self._num_reserved = last % index.num_envs, 0
-        lanes = first + np.flatnonzero(index.cursors[first:last] > 0)
-        newest = index.cursors[lanes] - 1
-        oldest = np.minimum(index.tails[lanes], newest)
-        starts = index.where[index.slots_of(lanes, oldest)] - (index.depth - 1)
-        starts = np.maximum(starts, lanes * M)
-        heads = index.where[index.slots_of(lanes, newest)] + 2
-        # A stream lies between its start and its head, or wraps around the end of its lane.
-        wraps, ends = starts >= heads, (lanes + 1) * M
-        used = np.stack([starts, heads, ends, ends], 1)
-        used[wraps, 0], used[wraps, 2] = ends[wraps] - M, starts[wraps]
-        used = used.reshape(-1, 2)
-        used = used[used[:, 0] < used[:, 1]]
-        # One call releases the entries between two streams, also across lanes.
-        unused = np.append(first * M, used[:, 1]), np.append(used[:, 0], last * M)
-        self._for_entries(self._arena.release, *unused)
-        return lanes
+        self._next_lane, self._num_reserved = last % num_envs, 0
+        self._release_lanes(first, last)
 
-    def _for_entries(self, act: Callable[[str, Any, Any], None], first: Any, end: Any) -> None:
+    def _release_lanes(self, first: int, last: int) -> None:
+        unused = entries.find_unused(self._index.tables, first, last)
+        has_pieces = (
+            unused[:, 1] - unused[:, 0] >= self._arena.piece // self._entry_bytes["entries"]
+        )
+        for begin, end in unused[has_pieces].tolist():
+            self._for_entries(self._arena.release, begin, end)
+
+    def _for_entries(self, act: Callable[[str, int, int], None], first: int, end: int) -> None:
         """Reserves or releases the memory of entries `first` to `end`."""
         for name, size in self._entry_bytes.items():
             act(name, first * size, end * size)
@@ -210,7 +192,7 @@ class HostEntries:
         if self.is_in_file:
             self._for_entries(self._arena.reserve, first, first + sum(map(len, parts)))
         else:
-            self._for_entries(self._arena.release, np.array([first]), np.array([first + M]))
+            self._for_entries(self._arena.release, first, first + M)
         for part in parts:
             self.entries[first : first + len(part)] = part.numpy()
             first += len(part)

@@ -365,9 +365,7 @@ class EpisodeIndex:
         Returns:
             `[B]` bool.
         """
-        is_overwritten = np.empty(len(slots), bool)
-        entries.find_overwritten(self.tables, slots, cursors, is_overwritten)
-        return is_overwritten
+        return entries.are_overwritten(self.tables, slots, cursors)
 
     def shift(self, slots: Slots, steps: Slots) -> Slots:
         """Returns the slots `steps` later in their lanes, `[*B]`; the caller keeps to live steps."""
@@ -386,10 +384,8 @@ class EpisodeIndex:
         Returns:
             `[B]` int64 slots.
         """
-        slots = np.empty(len(noise), np.int64)
         window = self.steps_per_lane if window is None else window
-        draws.draw(self.tables, window, noise, slots)
-        return slots
+        return draws.draw(self.tables, window, noise)
 
     def window_of(self, count: int) -> int:
         """Returns the smallest w for which the newest w steps of all lanes are at least `count`."""
@@ -403,9 +399,7 @@ class EpisodeIndex:
         steps: np.ndarray | None = None,
     ) -> np.ndarray:
         """Samples the transitions whose achieved goals are the new goals; see `kernels.draws.goals`."""
-        goals, steps = np.empty(len(slots), np.int64), _NO_STEPS if steps is None else steps
-        draws.goals(self.tables, slots, noise, kinds, steps, goals)
-        return goals
+        return draws.goals(self.tables, slots, noise, kinds, _NO_STEPS if steps is None else steps)
 
     def windows(self, slots: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns n-step windows: each transition with those that follow in its episode.
@@ -414,10 +408,7 @@ class EpisodeIndex:
             `[n, B]` int64 slots, in which the last transition of the episode is repeated; and the number
             of different transitions of each window, `[B]` int64.
         """
-        size = len(slots)
-        windows, lengths = np.empty((num_rows, size), np.int64), np.empty(size, np.int64)
-        draws.windows(self.tables, slots, windows, lengths)
-        return windows, lengths
+        return draws.windows(self.tables, slots, num_rows)
 
     def sequences(
         self, slots: np.ndarray, burn_in: int, num_steps: int, boundary: str
@@ -427,11 +418,8 @@ class EpisodeIndex:
         Returns:
             `[B, S]` int64 slots, whether each is valid, and whether each begins an episode.
         """
-        sequences = np.empty((len(slots), num_steps), np.int64)
-        valid, begins = np.empty(sequences.shape, bool), np.empty(sequences.shape, bool)
         number = draws.BOUNDARIES.index(boundary)
-        draws.sequences(self.tables, slots, burn_in, number, sequences, valid, begins)
-        return sequences, valid, begins
+        return draws.sequences(self.tables, slots, burn_in, num_steps, number)
 
     # Episodes
 

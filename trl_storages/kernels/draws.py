@@ -42,7 +42,7 @@ GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5
 _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
 #: How a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
-_PAD, _FIT, _CROSS = range(3)
+_, _FIT, _CROSS = range(3)
 
 #: Columns of `bounds`.
 BEGIN, END, OLDEST, NEWEST = range(4)
@@ -96,9 +96,9 @@ def window_of(tables: Any, count: int) -> int:
 
 
 @loop
-def draw(tables: Any, window: int, noise: Any, slots: Any) -> None:
-    """Draws `[B]` valid rows uniformly, from the newest `window` steps of each lane."""
-    index = Index(*tables)
+def draw(tables: Any, window: int, noise: Any) -> Any:
+    """Returns slots `[B]` of valid rows, drawn uniformly from the newest `window` steps of each lane."""
+    index, slots = Index(*tables), np.empty(len(noise), np.int64)
     lanes, E, T = index.lanes, len(index.lanes), index.num_steps
     # By lane: the slot within the lane of its oldest step in the window, and how many rows come before.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
@@ -128,6 +128,7 @@ def draw(tables: Any, window: int, noise: Any, slots: Any) -> None:
         # The caller reads these tables next.
         prefetch(index.episode, slots[i])
         prefetch(index.where, slots[i])
+    return slots
 
 
 @loop
@@ -178,10 +179,8 @@ def bounds(tables: Any, slots: Any) -> Any:
         distances[i, BEGIN] = min(spans[e, number, FIRST] - step, 0)
         # A step that is written but not yet published does not count.
         distances[i, END] = max(min(spans[e, number, LAST] - step, num_newer), 0)
-        distances[i, OLDEST], distances[i, NEWEST] = (
-            max(min(lanes[e, TAIL] - step, 0), 1 - T),
-            num_newer,
-        )
+        distances[i, OLDEST] = max(min(lanes[e, TAIL] - step, 0), 1 - T)
+        distances[i, NEWEST] = num_newer
     return distances
 
 
@@ -196,8 +195,8 @@ def _shift(slot: int, steps: int, E: int, T: int) -> int:
 
 
 @loop
-def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any) -> None:
-    """Draws the rows whose achieved goals become the new goals.
+def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any) -> Any:
+    """Returns the slots `[B]` of rows whose achieved goals become the new goals.
 
     Args:
         tables: of the index.
@@ -207,50 +206,46 @@ def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any, out: Any)
             rows of first..last, "random" any valid row, "geometric" `steps` rows after t or last,
             "current" t. 0 is the row itself.
         steps: `[B]` float64, rounded down; may be empty if no kind is "geometric".
-        out: `[B]` slots, the result.
     """
     index = Index(*tables)
     E, T = len(index.lanes), index.num_steps
     distances, has_random = bounds(tables, slots), False
     for i in range(len(slots)):
         has_random |= kinds[i] == _RANDOM
-    if has_random:
-        draw(tables, T, noise, out)
+    out = draw(tables, T, noise) if has_random else np.empty(len(slots), np.int64)
     for i in range(len(slots)):
-        kind, begin, end = (
-            kinds[i],
-            max(distances[i, BEGIN], distances[i, OLDEST]),
-            distances[i, END],
-        )
+        kind, end, offset = kinds[i], distances[i, END], 0
         if kind == _RANDOM:
             continue
-        offset = 0
         if kind == _FUTURE:
             offset = _random_below(noise[i], end + 1)
         elif kind == _FINAL:
             offset = end
         elif kind == _EPISODE:
+            begin = max(distances[i, BEGIN], distances[i, OLDEST])
             offset = begin + _random_below(noise[i], end - begin + 1)
         elif kind == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
         out[i] = _shift(slots[i], offset, E, T)
         prefetch(index.where, out[i])
+    return out
 
 
 @loop
-def windows(tables: Any, slots: Any, out: Any, lengths: Any) -> None:
-    """Writes the n-step windows of rows to `out` `[n, B]`, and their lengths `[B]`.
+def windows(tables: Any, slots: Any, n: int) -> tuple[Any, Any]:
+    """Returns the n-step windows `[n, B]` of rows, and their lengths `[B]`.
 
     A window is the row and the rows after it in its episode; the last row is repeated up to n rows.
     """
-    index = Index(*tables)
+    index, distances = Index(*tables), bounds(tables, slots)
     E, T = len(index.lanes), index.num_steps
-    distances = bounds(tables, slots)
+    out, lengths = np.empty((n, len(slots)), np.int64), np.empty(len(slots), np.int64)
     for j in range(len(out)):
         for i in range(len(slots)):
             out[j, i] = _shift(slots[i], min(j, distances[i, END]), E, T)
     for i in range(len(slots)):
-        lengths[i] = min(len(out), distances[i, END] + 1)
+        lengths[i] = min(n, distances[i, END] + 1)
+    return out, lengths
 
 
 @loop
@@ -268,27 +263,28 @@ def sum_windows(rewards: Any, lengths: Any, weights: Any, out: Any) -> None:
 
 
 @loop
-def sequences(
-    tables: Any, slots: Any, burn_in: int, boundary: int, out: Any, valid: Any, begins: Any
-) -> None:
-    """Writes sequences of S consecutive rows, in time order, each around an anchor row.
+def sequences(tables: Any, slots: Any, burn_in: int, S: int, boundary: int) -> tuple[Any, Any, Any]:
+    """Finds sequences of S consecutive rows, in time order, each around an anchor row.
 
     Args:
         tables: of the index.
         slots: `[B]` the anchors.
         burn_in: number of rows before each anchor.
+        S: number of rows.
         boundary: position in `BOUNDARIES`: "pad" repeats the first or last row of the episode; "fit"
             shifts the sequence by the least number of steps that keeps it within the episode, where the
             rows from the anchor on take precedence over the burn-in; "cross" continues into the episodes
             before and after in the lane.
-        out: `[B, S]` slots; the oldest or newest row within the bounds is repeated beyond them.
-        valid: `[B, S]` bool, whether a row is in its position and not a repeated one.
-        begins: `[B, S]` bool, whether a row begins an episode.
+
+    Returns:
+        `[B, S]` slots, in which the oldest or newest row within the bounds is repeated beyond them;
+        `[B, S]` bool, whether a row is in its position and not a repeated one; and `[B, S]` bool, whether
+        a row begins an episode.
     """
     index = Index(*tables)
     episode, spans, lanes, T = index.episode, index.spans, index.lanes, index.num_steps
-    E, S = len(lanes), out.shape[1]
-    distances = bounds(tables, slots)
+    E, distances, out = len(lanes), bounds(tables, slots), np.empty((len(slots), S), np.int64)
+    valid, begins = np.empty(out.shape, np.bool_), np.empty(out.shape, np.bool_)
     for i in range(len(slots)):
         first, oldest, begin = distances[i, BEGIN], distances[i, OLDEST], -burn_in
         low, high = max(first, oldest), distances[i, END]
@@ -305,6 +301,7 @@ def sequences(
             out[i, s] = _shift(slots[i], offset, E, T)
             valid[i, s] = offset == begin + s
             begins[i, s] = spans[e, episode[out[i, s]], FIRST] == step + offset
+    return out, valid, begins
 
 
 @loop

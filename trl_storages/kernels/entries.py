@@ -52,13 +52,13 @@ from trl_storages.kernels.compile import copy_words, fence, inlined, loop, prefe
 from trl_storages.kernels.draws import increment
 
 __all__ = [
+    "are_overwritten",
     "compare",
-    "compare_block",
     "compare_with_tips",
     "copy_in",
+    "count_gaps",
     "enter",
-    "find_gaps",
-    "find_overwritten",
+    "find_unused",
     "gather",
     "make_room",
     "paste",
@@ -71,29 +71,6 @@ __all__ = [
 _GROUP = 256
 # Loops prefetch memory for the row that is this many rows later, and start so many turns early.
 _DISTANCE = 32
-
-
-@loop
-def _find_tips(tables: Any, lanes: Any, tips: Any) -> None:
-    """Finds the last entry `[L]` of the streams of some lanes; -1 if nothing was written."""
-    index = Index(*tables)
-    where, episode, ends, priorities = index.where, index.episode, index.ends, index.priorities
-    spans, bounds, T = index.spans, index.lanes, index.num_steps
-    for m in range(-_DISTANCE, len(lanes)):
-        if m + _DISTANCE < len(lanes):
-            e = lanes[m + _DISTANCE]
-            slot = e * T + (bounds[e, CURSOR] - 1) % T
-            # The write continues in these tables, at the next slot.
-            prefetch(where, slot)
-            prefetch(episode, slot)
-            prefetch(ends, slot)
-            prefetch(priorities, slot)
-        if m >= 0:
-            e = lanes[m]
-            cursor = bounds[e, CURSOR]
-            slot = e * T + (cursor - 1) % T
-            tips[m] = where[slot] + 1 if cursor > 0 else -1
-            prefetch(spans, e, episode[slot] * 16, episode[slot] * 16 + 32)
 
 
 @inlined
@@ -116,47 +93,52 @@ def _compare_row(
     return SEPARATE if continues else DISCONTINUITY
 
 
-@loop
-def compare(store: Any, tips: Any, offsets: Any, words: Any, kinds: Any) -> None:
-    """Compares the observations of a block with the observations before them in their streams.
+@inlined
+def _compare_rows(
+    before: Any, p: int, words: Any, begin: int, stop: int, S: int, first: int, end: int, kinds: Any
+) -> None:
+    """Compares rows `begin` to `stop` of a lane; the first one with `before[p, :S]` unless p is -1."""
+    for i in range(begin, stop):
+        if i > begin:
+            kinds[i] = _compare_row(words, i - 1, words.shape[1] - S, words, i, S, first, end)
+        elif p >= 0:
+            kinds[i] = _compare_row(before, p, 0, words, i, S, first, end)
+        else:
+            kinds[i] = DISCONTINUITY
 
-    Args:
-        store: of entries, or of observations alone.
-        tips: `[L]`, the last entry of the stream of each lane; -1 if nothing was written.
-        offsets: `[L + 1]`, where the rows of each lane begin.
-        words: `[N, 2 S + W - O]` rows, lane by lane.
-        kinds: `[N]`, the result.
-    """
-    entries, sizes, k = store
+
+@loop
+def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds: Any) -> None:
+    """Compares the observations `words` `[N, 2 S + W - O]` of a block with those before them."""
+    index, (entries, sizes, k) = Index(*tables), store
     F, O, first, end, _ = sizes
-    S = O + (k - 1) * F
-    next_word, last = words.shape[1] - S, np.empty((1, S), np.int64)
-    for m in range(-_DISTANCE, len(tips)):
-        if m + _DISTANCE < len(tips):
-            # The last observation of the stream, and the next entry, which the write fills.
-            prefetch(entries, max(tips[m + _DISTANCE], 0), 0, 2 * entries.shape[1] * 8)
-        if m < 0:
-            continue
-        for i in range(offsets[m], offsets[m + 1]):
-            if i > offsets[m]:
-                kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
-            elif tips[m] < 0:
-                kinds[i] = DISCONTINUITY
-            else:
+    cursors, T, S = index.lanes[:, CURSOR], index.num_steps, O + (k - 1) * F
+    tips, last, L = np.empty(len(lanes), np.int64), np.empty((1, S), np.int64), len(lanes)
+    distance = min(_DISTANCE, L)
+    for turn in range(L + 2 * distance):
+        if turn < L:
+            slot = lanes[turn] * T + (cursors[lanes[turn]] - 1) % T
+            # The write continues in these tables, at the next slot.
+            prefetch(index.where, slot)
+            prefetch(index.episode, slot)
+            prefetch(index.ends, slot)
+            prefetch(index.priorities, slot)
+        m = turn - distance
+        if 0 <= m < L:
+            e = lanes[m]
+            slot = e * T + (cursors[e] - 1) % T
+            # The last entry of the stream, and the next one, which the write fills.
+            tips[m] = index.where[slot] + 1 if cursors[e] > 0 else -1
+            prefetch(entries, max(tips[m], 0), 0, 2 * entries.shape[1] * 8)
+            prefetch(index.spans, e, index.episode[slot] * 16, index.episode[slot] * 16 + 32)
+        m = turn - 2 * distance
+        if m >= 0:
+            if tips[m] >= 0:
                 for j in range(k - 1):
                     copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
                 copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
-                kinds[i] = _compare_row(last, 0, 0, words, i, S, first, end)
-
-
-@loop
-def compare_block(
-    tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
-) -> None:
-    """Compares the observations of a block with those in entries; see `compare`."""
-    tips = np.empty(len(lanes), np.int64)
-    _find_tips(tables, lanes, tips)
-    compare(store, tips, offsets, words, kinds)
+            p = min(tips[m], 0)
+            _compare_rows(last, p, words, offsets[m], offsets[m + 1], S, first, end, kinds)
 
 
 @loop
@@ -164,35 +146,26 @@ def compare_with_tips(
     tables: Any, tips: Any, sizes: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
 ) -> None:
     """Compares a block with copies `tips` `[E, S]` of the last observations of streams; see `compare`."""
-    index, S, tip_lanes = Index(*tables), tips.shape[1], lanes.copy()
+    index, size, S = Index(*tables), Sizes(*sizes), tips.shape[1]
     for m in range(len(lanes)):
-        if index.lanes[lanes[m], CURSOR] == 0:
-            tip_lanes[m] = -1
-    # A copy is like an entry that holds all frames of its observation.
-    size = Sizes(*sizes)
-    compare((tips, (S, S, size.first, size.end, S), 1), tip_lanes, offsets, words, kinds)
+        p = lanes[m] if index.lanes[lanes[m], CURSOR] > 0 else -1
+        begin, end = offsets[m], offsets[m + 1]
+        _compare_rows(tips, p, words, begin, end, S, size.first, size.end, kinds)
 
 
 @loop
-def find_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, done_cut: Any, flags: Any) -> int:
-    """Returns the number of gaps of a block; 0 if it neither cuts gaps nor stops at gaps.
+def count_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, ends: Any) -> int:
+    """Returns the number of gaps of a block, whose `done` and `cut` `[N]` are `ends`.
 
-    A gap is a row that does not continue the row before although the episode has not ended. Unless the
-    write stops at gaps, `cut` `[N]` becomes true where a gap is. `flags` are `(cuts_gaps,
-    stops_at_gaps)`: whether gaps begin episodes, and whether a block with gaps is not written.
+    A gap is a row that does not continue the row before although the episode has not ended.
     """
-    (done, cut), (cuts_gaps, stops_at_gaps), gaps = done_cut, flags, 0
-    if not (cuts_gaps or stops_at_gaps):
-        return 0
-    index = Index(*tables)
+    index, (done, cut), gaps = Index(*tables), ends, 0
     T = index.num_steps
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
         is_open = cursor > 0 and index.ends[e * T + (cursor - 1) % T] == CONTINUES
         for i in range(offsets[m], offsets[m + 1]):
-            if is_open and not cut[i] and kinds[i] == DISCONTINUITY:
-                cut[i] = not stops_at_gaps
-                gaps += 1
+            gaps += is_open and not cut[i] and kinds[i] == DISCONTINUITY
             is_open = not done[i]
     return gaps
 
@@ -243,15 +216,23 @@ def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> 
 
 @loop
 def enter(
-    tables: Any, lanes: Any, offsets: Any, entry: Any, done_cut: Any, slots: Any, numbers: Any
-) -> None:
-    """Writes the steps of a block beyond the cursors of the index.
+    tables: Any,
+    lanes: Any,
+    offsets: Any,
+    kinds: Any,
+    entry: Any,
+    ends: Any,
+    cuts_gaps: bool,
+    slots: Any,
+    numbers: Any,
+) -> int:
+    """Writes the steps of a block beyond the cursors of the index; returns the number of gaps it cut.
 
-    The results are `slots` `[N]`, and `numbers` `[N]`, the word NUMBER of each step, see `checksums`.
+    If `cuts_gaps`, gaps begin episodes; see `count_gaps`. The other results are `slots` `[N]`, and
+    `numbers` `[N]`, the word NUMBER of each step, see `checksums`.
     """
-    index = Index(*tables)
-    where, episode, ends, spans = index.where, index.episode, index.ends, index.spans
-    done, cut = done_cut
+    index, (done, cut), gaps = Index(*tables), ends, 0
+    where, episode, spans = index.where, index.episode, index.spans
     bounds, priorities, T = index.lanes, index.priorities, index.num_steps
     for m in range(len(lanes)):
         e = lanes[m]
@@ -259,10 +240,12 @@ def enter(
         newest = e * T + (step - 1) % T
         is_open, running = False, T
         if step > 0:
-            is_open, running = ends[newest] == CONTINUES, episode[newest]
+            is_open, running = index.ends[newest] == CONTINUES, episode[newest]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            begins = cut[i] or not is_open
+            is_cut = cuts_gaps and is_open and not cut[i] and kinds[i] == DISCONTINUITY
+            gaps += is_cut
+            begins = is_cut or cut[i] or not is_open
             if begins:
                 if step > 0:  # an interrupted write may have lengthened the episode
                     spans[e, running, LAST] = step - 1
@@ -271,22 +254,23 @@ def enter(
             spans[e, running, LAST] = step
             slots[i], numbers[i] = e * T + slot, step_number(step, begins, done[i])
             where[slots[i]], episode[slots[i]] = entry[i], running
-            ends[slots[i]] = DONE if done[i] else CONTINUES
+            index.ends[slots[i]] = DONE if done[i] else CONTINUES
             if priorities[slots[i]] != 0:  # the priority of the evicted step
                 priorities[slots[i]] = 0
             is_open = not done[i]
             step += 1
             slot = increment(slot, T)
+    return gaps
 
 
 @loop
-def copy_in(store: Any, words: Any, kinds: Any, entry: Any) -> None:
-    """Copies the rows of a block into their entries."""
+def copy_in(store: Any, words: Any, kinds: Any, entry: Any, begin: int, end: int) -> None:
+    """Copies rows `begin` to `end` of a block into their entries."""
     entries, sizes, k = store
     F, O = sizes[:2]
     older, last, W = (k - 1) * F, words.shape[1] - O, entries.shape[1]
-    for i in range(len(entry)):
-        if i + _DISTANCE < len(entry):
+    for i in range(begin, end):
+        if i + _DISTANCE < end:
             prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
         if kinds[i] != SHARED:
             for j in range(k - 1):
@@ -309,7 +293,7 @@ def publish(tables: Any, lanes: Any, offsets: Any) -> None:
 
 @loop
 def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
-    """Writes a block and returns the number of gaps; writes nothing if it stops at gaps and has one.
+    """Writes a block, unless it has more than `most_gaps` gaps.
 
     All lanes are compared before any lane is written. Then groups of lanes are written one after another,
     so that the memory of a group stays in the cache from one pass to the next.
@@ -318,42 +302,69 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
         tables: of the index.
         store: as above.
         block: the fields of a `Block`, as a plain tuple.
-        flags: `(cuts_gaps, stops_at_gaps)`, see `find_gaps`.
+        flags: `(cuts_gaps, most_gaps)`; N or more gaps are not counted.
         slots: `[N]`, the result.
         sums: see `checksums`; without entries in memory.
+
+    Returns:
+        the number of gaps that were cut, or that are too many.
     """
-    lanes, offsets, words, done, cut = block
+    (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
     entries, sizes, k = store
-    size = Sizes(*sizes).observation
-    size = Sizes(*sizes).observation
-    kinds, entry = np.empty(len(words), np.uint8), np.empty(len(words), np.int64)
-    numbers, tips = np.empty(len(words), np.int64), np.empty(len(lanes), np.int64)
-    # Not by `compare_block`, because one more call takes longer than the comparison of a row.
-    _find_tips(tables, lanes, tips)
-    compare(store, tips, offsets, words, kinds)
-    gaps = find_gaps(tables, lanes, offsets, kinds, (done, cut), flags)
-    if gaps and flags[1]:
-        return gaps
+    kinds, (entry, numbers) = np.empty(len(words), np.uint8), np.empty((2, len(words)), np.int64)
+    compare(tables, store, lanes, offsets, words, kinds)
+    ends, gaps = (done, cut), 0
+    if most_gaps < len(words):
+        gaps = count_gaps(tables, lanes, offsets, kinds, ends)
+        if gaps > most_gaps:
+            return gaps
+        gaps = 0
     for m in range(0, len(lanes), _GROUP):
         group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
-        first, end = bounds[0], bounds[-1]
+        begin, end = bounds[0], bounds[-1]
         make_room(tables, group, bounds, kinds, entry)
-        enter(tables, group, bounds, entry, (done, cut), slots, numbers)
-        new = kinds[first:end], entry[first:end]
-        copy_in(store, words[first:end], *new)
+        gaps += enter(tables, group, bounds, kinds, entry, ends, cuts_gaps, slots, numbers)
+        copy_in(store, words, kinds, entry, begin, end)
         if len(sums[0]):
-            write_checksums(entries, size, k, sums, *new, numbers[first:end])
+            new = kinds[begin:end], entry[begin:end], numbers[begin:end]
+            write_checksums(entries, sizes[1], k, sums, *new)
         publish(tables, group, bounds)
     return gaps
 
 
 @loop
-def find_overwritten(tables: Any, slots: Any, cursors: Any, overwritten: Any) -> None:
-    """Finds which rows `[B]`, valid when the lanes had these cursors, were overwritten or evicted since.
+def find_unused(tables: Any, first: int, last: int) -> Any:
+    """Finds the entries of lanes `first` to `last` that neither a valid step nor the next write needs.
+
+    Returns:
+        `[n, 2]` ranges of entries, some of which are empty. A range may reach across lanes.
+    """
+    index = Index(*tables)
+    where, lanes, T, M = index.where, index.lanes, index.num_steps, index.num_entries
+    edges, n = np.empty(4 * (last - first) + 2, np.int64), 1
+    edges[0] = first * M
+    for e in range(first, last):
+        newest = lanes[e, CURSOR] - 1
+        if newest < 0:
+            continue
+        oldest = where[e * T + min(lanes[e, TAIL], newest) % T]
+        start, head = max(oldest - (index.depth - 1), e * M), where[e * T + newest % T] + 2
+        if start >= head:  # the stream wraps around the end of its lane
+            edges[n], edges[n + 1] = e * M, head
+            n, head = n + 2, (e + 1) * M
+        edges[n], edges[n + 1] = start, head
+        n += 2
+    edges[n] = last * M
+    return edges[: n + 1].reshape(-1, 2)
+
+
+@loop
+def are_overwritten(tables: Any, slots: Any, cursors: Any) -> Any:
+    """Returns which rows `[B]`, valid when the lanes had `cursors`, were overwritten or evicted since.
 
     One look at the tails is enough, because the valid steps of a lane are consecutive.
     """
-    index = Index(*tables)
+    index, overwritten = Index(*tables), np.empty(len(slots), np.bool_)
     T = index.num_steps
     fence()
     tails = index.lanes[:, TAIL].copy()
@@ -361,6 +372,7 @@ def find_overwritten(tables: Any, slots: Any, cursors: Any, overwritten: Any) ->
         lane = slots[i] // T
         newest = cursors[lane] - 1
         overwritten[i] = newest - (newest - slots[i]) % T < tails[lane]
+    return overwritten
 
 
 @loop

@@ -32,7 +32,7 @@ from trl_storages.kernels.checksums import (
     write_step_checksums,
 )
 from trl_storages.kernels.compile import copy_words, inlined, loop
-from trl_storages.kernels.entries import compare_with_tips, enter, find_gaps, make_room, publish
+from trl_storages.kernels.entries import compare_with_tips, count_gaps, enter, make_room, publish
 
 __all__ = [
     "BACK",
@@ -41,7 +41,6 @@ __all__ = [
     "SHIFT",
     "Store",
     "are_records",
-    "compare_block",
     "compute_observation_checksums",
     "copy_in",
     "end_of",
@@ -75,6 +74,8 @@ class Store(NamedTuple):
     """`[E, S]` decoded copies of the last observations of the streams."""
     tip_states: Any
     """`[E, 3]` for which generation and cursor of the lane a tip holds, and where its record ends."""
+    epoch: Any
+    """`[2]` the generation of the index, and a number that loops ignore."""
     sizes: Any
     """`kernels.Sizes` as a plain tuple."""
     stack: int
@@ -309,13 +310,16 @@ def compute_observation_checksums(members: Any, c: Any, entry: Any, computed: An
 
 
 @loop
-def update_tips(tables: Any, members: Any, generation: int, lanes: Any) -> None:
+def update_tips(tables: Any, members: Any, lanes: Any) -> None:
     """Decodes the last observations of some lanes' streams that another process or a load has changed."""
     index, store = Index(*tables), Store(*members)
-    S, states, T = store.tips.shape[1], store.tip_states, index.num_steps
-    num_step_words = (
-        store.entries.shape[1] - 1 - (Sizes(*store.sizes).observation - store.frame_words)
+    S, states, T, generation = (
+        store.tips.shape[1],
+        store.tip_states,
+        index.num_steps,
+        store.epoch[0],
     )
+    num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.frame_words
     row = np.empty((1, 2 * S + num_step_words), np.int64)
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
@@ -372,26 +376,19 @@ def copy_in(
 
 
 @loop
-def compare_block(
-    tables: Any, members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
-) -> None:
-    """Compares the observations of a block with the tips, which are up to date; see `kernels.entries`."""
-    store = Store(*members)
-    compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, kinds)
-
-
-@loop
 def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
-    """Writes a block to lanes whose tips are up to date; see `kernels.entries.put`."""
-    lanes, offsets, words, done, cut = block
-    index, store = Index(*tables), Store(*members)
-    kinds, (entry, numbers) = np.empty(len(words), np.uint8), np.empty((2, len(words)), np.int64)
-    compare_block(tables, members, lanes, offsets, words, kinds)
-    gaps = find_gaps(tables, lanes, offsets, kinds, (done, cut), flags)
-    if gaps and flags[1]:
-        return gaps
+    """Writes a block; see `kernels.entries.put`."""
+    (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
+    index, store, size, ends = Index(*tables), Store(*members), len(words), (done, cut)
+    update_tips(tables, members, lanes)
+    kinds, (entry, numbers) = np.empty(size, np.uint8), np.empty((2, size), np.int64)
+    compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, kinds)
+    if most_gaps < size:
+        gaps = count_gaps(tables, lanes, offsets, kinds, ends)
+        if gaps > most_gaps:
+            return gaps
     make_room(tables, lanes, offsets, kinds, entry)
-    enter(tables, lanes, offsets, entry, (done, cut), slots, numbers)
+    gaps = enter(tables, lanes, offsets, kinds, entry, ends, cuts_gaps, slots, numbers)
     copy_in(members, lanes, offsets, words, kinds, entry, sums)
     if len(sums[0]):
         size = 1 + Sizes(*store.sizes).observation - store.frame_words

@@ -303,15 +303,15 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         self.backend.check_writer()
         if self.is_evicting_early:
             self.warn_of_early_eviction()
-        index, gaps = self.episodes, 0
+        index, gaps, most_gaps = self.episodes, 0, 0 if stops_at_gaps else None
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         chunks = block.parts(self.entries.most_steps)
-        if stops_at_gaps and len(chunks) > 1 and (gaps := self.entries.count_gaps(block)):
-            return np.empty(0, np.int64), gaps
+        if stops_at_gaps and len(chunks) > 1:
+            slots, gaps = self.entries.append(block, cuts_gaps=cuts_gaps, most_gaps=-1)
+            if gaps:
+                return slots, gaps
         for chunk in chunks:
-            slots, num_gaps = self.entries.append(
-                chunk, cuts_gaps=cuts_gaps, stops_at_gaps=stops_at_gaps and len(chunks) == 1
-            )
+            slots, num_gaps = self.entries.append(chunk, cuts_gaps=cuts_gaps, most_gaps=most_gaps)
             gaps += num_gaps
         if len(chunks) > 1:
             slots = self._slots_of(block)
