@@ -206,25 +206,24 @@ class Machine(RuleBasedStateMachine):
         block, behind = self.make_block(counts)
         results = []
         for number, (index, rows) in enumerate(self.forms):
-            got = 0
             as_tensors = number == 2 and isinstance(rows, DeviceEntries)
-            for part in self.copy_of(block, as_tensors).parts(most):
-                slots, gaps = rows.append(part, cuts_gaps=cuts_gaps)
-                got += gaps
+            copied = self.copy_of(block, as_tensors)
+            results.append(rows.append(copied, cuts_gaps=cuts_gaps, most_gaps=-1)[1])
+            for part in copied.parts(most):
+                slots, _ = rows.append(part, cuts_gaps=cuts_gaps)
                 assert len(slots) == len(part.words)
-            results.append(got)
         gaps = self.took(block, self.lanes, behind, cuts_gaps)
         assert results == [gaps] * len(self.forms)
 
     @staticmethod
     def took(block, lanes, behind, cuts_gaps):
-        """Some lanes took their rows of a block; returns how many gaps were cut."""
+        """Some lanes took their rows of a block; returns how many gaps they have."""
         gaps = 0
         for lane, added in zip(lanes, behind, strict=True):
             for i, goes_on, last in added:
-                is_gap = lane.is_open and not block.cut[i] and not goes_on and cuts_gaps
+                is_gap = lane.is_open and not block.cut[i] and not goes_on
                 gaps += is_gap
-                begins = not lane.is_open or block.cut[i] or is_gap
+                begins = not lane.is_open or block.cut[i] or (is_gap and cuts_gaps)
                 number = lane.episodes[-1] if lane.episodes else -1
                 lane.rows.append(block.words[i].copy())
                 lane.episodes.append(number + begins)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from trl_storages.entries.blocks import pack, unpack
+from trl_storages.entries.device import pack, unpack
 from trl_storages.entries.layout import nest
 
 __all__ = ["PackedBatch", "pack_tensordicts"]

@@ -16,8 +16,8 @@ from trl_storages.directory.recovery import recover, remove_unpublished
 from trl_storages.entries import Arena, HostEntries, Layout, arena_sizes
 from trl_storages.entries.frames import host_entries
 from trl_storages.index import EpisodeIndex
-from trl_storages.index.invariants import check_bounds, require
 from trl_storages.kernels import checksums
+from trl_storages.kernels.invariants import check_bounds, require
 
 __all__ = ["Directory"]
 

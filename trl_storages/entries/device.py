@@ -1,4 +1,4 @@
-"""Rows on a GPU, or on any device, read and written by tensor operations.
+"""Rows on a GPU, or on any device, read and written by tensor operations; and copies of tensors to it.
 
 Letters: N rows of a block, L lanes of the block, B batch; F, O, S, W and k as in `kernels.entries`.
 """
@@ -6,20 +6,26 @@ Letters: N rows of a block, L lanes of the block, B batch; F, O, S, W and k as i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import NestedKey
 
-from trl_storages.entries.blocks import pack, unpack
 from trl_storages.entries.fields import Field
 from trl_storages.entries.layout import Block, Layout
 from trl_storages.index import EpisodeIndex
 from trl_storages.kernels import DISCONTINUITY, SEPARATE, SHARED, entries
+from trl_storages.torchrl_compat import copy_all
 
-__all__ = ["DeviceEntries", "sent", "sent_together"]
+__all__ = ["DeviceEntries", "PackedTensor", "pack", "sent", "sent_together", "unpack"]
 
+#: Key, dtype, shape, and offset in the block in bytes.
+PackedTensor = tuple[NestedKey, torch.dtype, torch.Size, int]
+# Each tensor begins at a multiple of this many bytes, which suits views of any dtype.
+_ALIGNMENT = 16
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,6 +45,38 @@ def sent_together(
     """Returns values `[B, ...]` on a device, by one asynchronous copy from pinned memory."""
     block, directory = pack(values, pin_memory=device.type == "cuda")
     return unpack(block.to(device, non_blocking=True), directory)
+
+
+def pack(
+    tensors: Mapping[NestedKey, torch.Tensor], *, pin_memory: bool = False
+) -> tuple[torch.Tensor, list[PackedTensor]]:
+    """Copies dense tensors into one block on the host.
+
+    Returns:
+        the block `[bytes]` uint8, and its directory: one record for each tensor, in order.
+    """
+    directory: list[PackedTensor] = []
+    size = 0
+    for key, tensor in tensors.items():
+        directory.append((key, tensor.dtype, tensor.shape, size))
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    if tensors:
+        with torch.no_grad():
+            copy_all([*unpack(block, directory).values()], [*tensors.values()])
+    return block, directory
+
+
+def unpack(block: torch.Tensor, directory: list[PackedTensor]) -> dict[NestedKey, torch.Tensor]:
+    """Returns the tensors of a block as views that share its memory."""
+    elements = {dtype: block.view(dtype) for dtype in {dtype for _, dtype, _, _ in directory}}
+    tensors = {}
+    for key, dtype, shape, offset in directory:
+        strides = [*accumulate(shape[:0:-1], mul, initial=1)][::-1] if shape else []
+        view = elements[dtype].as_strided(shape, strides, offset // dtype.itemsize)
+        # `.data` hides the shared memory from autograd: one may be changed while another is needed.
+        tensors[key] = view.data
+    return tensors
 
 
 class DeviceEntries:
@@ -76,11 +114,12 @@ class DeviceEntries:
         kinds, done, cut, last = self._compare(block)
         entry, slots, numbers = np.empty((3, num_rows), np.int64)
         where, ends = (tables, lanes, offsets, kinds), (done, cut)
-        if most_gaps is not None and (gaps := entries.count_gaps(*where, ends)) > most_gaps:
+        gaps = 0 if most_gaps is None else entries.count_gaps(*where, ends)
+        if most_gaps is not None and gaps > most_gaps:
             return slots, gaps
         words = sent(words, self.device)
         entries.make_room(*where, entry)
-        gaps = entries.enter(*where, entry, ends, cuts_gaps, slots, numbers)
+        entries.enter(*where, entry, ends, cuts_gaps, slots, numbers)
         self._copy_in(words, sent(entry, self.device))
         entries.publish(tables, lanes, offsets)
         self._set_tips(lanes[offsets[1:] > offsets[:-1]], last)

@@ -105,11 +105,11 @@ class HostEntries:
         Args:
             block: the rows.
             cuts_gaps: whether a row that does not continue the row before begins an episode.
-            most_gaps: nothing is written if there are more such rows. None sets no bound; -1 only counts
-                them, in a block of any length.
+            most_gaps: nothing is written if there are more such rows; -1 only counts them, in a block of
+                any length. None does not count them.
 
         Returns:
-            `[N]` int64 slots, and the number of gaps.
+            `[N]` int64 slots, and the number of gaps if they are counted.
 
         Raises:
             OSError: the disk is full. Nothing is written.

@@ -225,13 +225,13 @@ def enter(
     cuts_gaps: bool,
     slots: Any,
     numbers: Any,
-) -> int:
-    """Writes the steps of a block beyond the cursors of the index; returns the number of gaps it cut.
+) -> None:
+    """Writes the steps of a block beyond the cursors of the index.
 
-    If `cuts_gaps`, gaps begin episodes; see `count_gaps`. The other results are `slots` `[N]`, and
-    `numbers` `[N]`, the word NUMBER of each step, see `checksums`.
+    If `cuts_gaps`, gaps begin episodes; see `count_gaps`. The results are `slots` `[N]`, and `numbers`
+    `[N]`, the word NUMBER of each step, see `checksums`.
     """
-    index, (done, cut), gaps = Index(*tables), ends, 0
+    index, (done, cut) = Index(*tables), ends
     where, episode, spans = index.where, index.episode, index.spans
     bounds, priorities, T = index.lanes, index.priorities, index.num_steps
     for m in range(len(lanes)):
@@ -243,9 +243,7 @@ def enter(
             is_open, running = index.ends[newest] == CONTINUES, episode[newest]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            is_cut = cuts_gaps and is_open and not cut[i] and kinds[i] == DISCONTINUITY
-            gaps += is_cut
-            begins = is_cut or cut[i] or not is_open
+            begins = cut[i] or not is_open or (cuts_gaps and kinds[i] == DISCONTINUITY)
             if begins:
                 if step > 0:  # an interrupted write may have lengthened the episode
                     spans[e, running, LAST] = step - 1
@@ -260,7 +258,6 @@ def enter(
             is_open = not done[i]
             step += 1
             slot = increment(slot, T)
-    return gaps
 
 
 @loop
@@ -302,12 +299,13 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
         tables: of the index.
         store: as above.
         block: the fields of a `Block`, as a plain tuple.
-        flags: `(cuts_gaps, most_gaps)`; N or more gaps are not counted.
+        flags: `(cuts_gaps, most_gaps)`: whether gaps begin episodes, and how many gaps a block that is
+            written may have.
         slots: `[N]`, the result.
         sums: see `checksums`; without entries in memory.
 
     Returns:
-        the number of gaps that were cut, or that are too many.
+        the number of gaps; 0 if any number is allowed.
     """
     (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
     entries, sizes, k = store
@@ -318,12 +316,11 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
         gaps = count_gaps(tables, lanes, offsets, kinds, ends)
         if gaps > most_gaps:
             return gaps
-        gaps = 0
     for m in range(0, len(lanes), _GROUP):
         group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
         begin, end = bounds[0], bounds[-1]
         make_room(tables, group, bounds, kinds, entry)
-        gaps += enter(tables, group, bounds, kinds, entry, ends, cuts_gaps, slots, numbers)
+        enter(tables, group, bounds, kinds, entry, ends, cuts_gaps, slots, numbers)
         copy_in(store, words, kinds, entry, begin, end)
         if len(sums[0]):
             new = kinds[begin:end], entry[begin:end], numbers[begin:end]

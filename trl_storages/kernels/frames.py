@@ -383,12 +383,13 @@ def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any
     update_tips(tables, members, lanes)
     kinds, (entry, numbers) = np.empty(size, np.uint8), np.empty((2, size), np.int64)
     compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, kinds)
+    gaps = 0
     if most_gaps < size:
         gaps = count_gaps(tables, lanes, offsets, kinds, ends)
         if gaps > most_gaps:
             return gaps
     make_room(tables, lanes, offsets, kinds, entry)
-    gaps = enter(tables, lanes, offsets, kinds, entry, ends, cuts_gaps, slots, numbers)
+    enter(tables, lanes, offsets, kinds, entry, ends, cuts_gaps, slots, numbers)
     copy_in(members, lanes, offsets, words, kinds, entry, sums)
     if len(sums[0]):
         size = 1 + Sizes(*store.sizes).observation - store.frame_words

@@ -296,14 +296,14 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
         """Writes a block, a long one in chunks; see `HostEntries.append`.
 
         Returns:
-            `[N]` int64 slots, -1 for transitions that the same block overwrote, and the number of
-            discontinuities.
+            `[N]` int64 slots, -1 for transitions that the same block overwrote; and the number of
+            discontinuities if `stops_at_gaps`, in which case a block with any is not written.
         """
         assert self.entries is not None
         self.backend.check_writer()
         if self.is_evicting_early:
             self.warn_of_early_eviction()
-        index, gaps, most_gaps = self.episodes, 0, 0 if stops_at_gaps else None
+        index, most_gaps = self.episodes, 0 if stops_at_gaps else None
         tails = None if index.is_roomy or self._is_warned else index.tails.copy()
         chunks = block.parts(self.entries.most_steps)
         if stops_at_gaps and len(chunks) > 1:
@@ -311,8 +311,7 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             if gaps:
                 return slots, gaps
         for chunk in chunks:
-            slots, num_gaps = self.entries.append(chunk, cuts_gaps=cuts_gaps, most_gaps=most_gaps)
-            gaps += num_gaps
+            slots, gaps = self.entries.append(chunk, cuts_gaps=cuts_gaps, most_gaps=most_gaps)
         if len(chunks) > 1:
             slots = self._slots_of(block)
         if tails is not None:

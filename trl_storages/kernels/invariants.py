@@ -1,7 +1,6 @@
-"""Checks of the invariants of an episode index.
+"""Checks of the invariants of the tables of an episode index, in array operations.
 
-The argument `index` is that of `kernels`. Another process may be writing: steps that are evicted before
-a check ends are not checked.
+Another process may be writing: steps that are evicted before a check ends are not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The episode index of a storage. It is on the host, also if the transitions are on a GPU.
+"""The episode index: which slot and entry hold which step of which episode.
+
+The index is on the host, also if the transitions are on a GPU.
 
 Letters: E lanes (environments), T steps a lane, M entries a lane, k frames a stack, B any number of
 slots, n transitions of an n-step window, S transitions of a sequence.
@@ -13,8 +15,18 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from trl_storages.index import invariants
-from trl_storages.kernels import CONTINUES, CURSOR, DONE, FIRST, LAST, SPLIT, TAIL, draws, entries
+from trl_storages.kernels import (
+    CONTINUES,
+    CURSOR,
+    DONE,
+    FIRST,
+    LAST,
+    SPLIT,
+    TAIL,
+    draws,
+    entries,
+    invariants,
+)
 from trl_storages.validation import deprecated_method
 
 __all__ = ["Changes", "EmptyError", "EpisodeIndex", "Snapshot"]
