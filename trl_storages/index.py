@@ -364,7 +364,7 @@ class EpisodeIndex:
         """Returns the step number of each transition within its lane, `[*B]` int64."""
         array = np.asarray(slots)
         steps = np.empty(array.shape, np.int64)
-        draws.steps_of(self.tables, array.reshape(-1), steps.reshape(-1))
+        draws.steps_of(self._lanes, self.steps_per_lane, array.reshape(-1), steps.reshape(-1))
         return _like(slots, steps)
 
     def overwritten(self, slots: np.ndarray, cursors: np.ndarray) -> np.ndarray:

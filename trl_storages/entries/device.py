@@ -230,7 +230,7 @@ class DeviceEntries:
 
     def _column(self, field: Field) -> torch.Tensor:
         """Returns a field of all entries as integers, because some devices can't copy every dtype."""
-        size, start, count = field.words
+        size, start, count = self._layout.words[field.key]
         return self._entries.view(_INTEGERS[size])[:, start : start + count]
 
     def gather(self, entry: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

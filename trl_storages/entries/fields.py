@@ -99,11 +99,10 @@ class Field:
         key: of the field in a TensorDict.
         dtype: of the elements.
         shape: of the value in one transition.
-        offset: the first byte of the field in an entry, or in a compressed frame; for a stack, the first
+        offset: the first byte of the field in an entry whose frame is decoded; for a stack, the first
             byte of its newest frame.
         stack: how frames are stacked; None if the field is no stack.
         is_next: whether the value is read from the observation in the next entry.
-        in_record: whether the field is part of a compressed frame.
     """
 
     key: NestedKey
@@ -112,7 +111,6 @@ class Field:
     offset: int
     stack: FrameStack | None = None
     is_next: bool = False
-    in_record: bool = False
 
     @cached_property
     def frame_shape(self) -> torch.Size:
@@ -123,12 +121,6 @@ class Field:
     def size(self) -> int:
         """The number of elements in one entry."""
         return self.frame_shape.numel()
-
-    @cached_property
-    def words(self) -> tuple[int, int, int]:
-        """The field as integers: the size of one, the first one in an entry, and their number."""
-        size = min(self.dtype.itemsize, WORD)
-        return size, self.offset // size, self.size * self.dtype.itemsize // size
 
     def __str__(self) -> str:
         stacked = "" if self.stack is None else f" as {self.stack}"

@@ -131,15 +131,15 @@ class FrameEntries(HostEntries):
         first = lane * self._index.entries_per_lane
         frames.move_in(self.store, first, sum(map(len, parts)), position, saved)
 
-    def _observation_checksums(self, entry: np.ndarray) -> np.ndarray:
+    def _observation_checksums(self, needed: np.ndarray) -> np.ndarray:
         computed = np.empty(len(self.entries), np.int64)
-        frames.compute_observation_checksums(self.store, self.checksum_tables[1], entry, computed)
+        frames.compute_observation_checksums(self.store, self.checksum_tables[1], needed, computed)
         return computed
 
     def _copy_field(
         self, field: Field, words: np.ndarray, entry: np.ndarray, out: np.ndarray
     ) -> None:
-        if field.in_record:
+        if self._layout.is_in_record(field):
             frames.take(self.store, entry, int(field.is_next), field.offset, out.view(np.uint8))
         else:
             super()._copy_field(field, words, entry, out)

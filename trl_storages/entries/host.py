@@ -197,27 +197,32 @@ class HostEntries:
             self.entries[first : first + len(part)] = part.numpy()
             first += len(part)
 
-    def _observation_checksums(self, entry: np.ndarray) -> np.ndarray:
-        """Computes the checksums of the observations that the steps in entries `[B]` need, `[E M]`."""
+    def _needed_by(self, entry: np.ndarray) -> np.ndarray:
+        """Returns the entries whose observations the steps in entries `[B]` need, in order."""
+        return np.unique(entry[:, None] + np.arange(1 - self._index.stack, 2))
+
+    def _observation_checksums(self, needed: np.ndarray) -> np.ndarray:
+        """Returns `[E M]` checksums of observations, which are computed for entries `needed` only."""
         computed = np.empty(len(self.entries), np.int64)
-        arguments = *self._step_sizes, self.checksum_tables[1], entry, computed
-        checksums.compute_observation_checksums(self.entries, *arguments)
+        size, multipliers = self._step_sizes[0], self.checksum_tables[1]
+        checksums.compute_observation_checksums(self.entries, size, multipliers, needed, computed)
         return computed
 
     def write_all_checksums(self) -> None:
         """Writes the checksums of all steps, in a file that was filled."""
         _, steps, slots = self._index.retained_steps()
         entry = self._index.where[slots]
-        needed = entry[:, None] + np.arange(1 - self._index.stack, 2)
+        needed = self._needed_by(entry)
         self.checksums[needed] = 0
-        self.checksums[needed, checksums.OBSERVATION] = self._observation_checksums(entry)[needed]
+        self.checksums[needed, checksums.OBSERVATION] = self._observation_checksums(needed)[needed]
         numbers = checksums.step_numbers(self._index.tables, slots, steps)
         arguments = *self._step_sizes, self.checksum_tables, entry, numbers
         checksums.write_step_checksums(self.entries, *arguments)
 
     def are_intact(self, entry: np.ndarray) -> np.ndarray:
         """Returns whether the steps in entries `[B]` of a file are intact, with their observations."""
-        intact, computed = np.empty(len(entry), bool), self._observation_checksums(entry)
+        computed = self._observation_checksums(self._needed_by(entry))
+        intact = np.empty(len(entry), bool)
         arguments = *self._step_sizes, self.checksum_tables, entry, computed, intact
         checksums.are_intact(self.entries, *arguments)
         return intact
@@ -238,7 +243,7 @@ class HostEntries:
     def take(self, key: NestedKey, entry: np.ndarray) -> torch.Tensor:
         """Reads a field of the rows at entries `[*B]`, `[*B, *shape]`."""
         field = self._layout.by_key[key]
-        size, _, count = field.words
+        size, _, count = self._layout.words[field.key]
         words = self._words[size]
         flat = entry.reshape(-1)
         k = self._layout.frames if field.stack else 1
@@ -253,7 +258,8 @@ class HostEntries:
     def _copy_field(
         self, field: Field, words: np.ndarray, entry: np.ndarray, out: np.ndarray
     ) -> None:
-        entries.take(words, entry, int(field.is_next), field.words[1], out)
+        start = self._layout.words[field.key][1]
+        entries.take(words, entry, int(field.is_next), start, out)
 
     def gather(self, entry: np.ndarray, last: np.ndarray) -> torch.Tensor:
         """Reads rows at entries `[B]`, with the next values of the rows at entries `last` `[B]`.
@@ -286,7 +292,7 @@ class HostEntries:
             whether the field was copied. False if a target is no such field, or the fields are stacks.
         """
         field = self._layout.by_key[key]
-        size, start, count = field.words
+        size, start, count = self._layout.words[field.key]
         firsts = self._field_offsets(key, targets)
         if not len(firsts):
             return False
@@ -297,7 +303,7 @@ class HostEntries:
     def rewrite(self, key: NestedKey, entry: np.ndarray, values: torch.Tensor) -> None:
         """Overwrites a field of the step of the rows at different entries `[B]`, in memory."""
         field = self._layout.by_key[key]
-        size, start, count = field.words
+        size, start, count = self._layout.words[field.key]
         copied = torch.empty(len(entry), field.size, dtype=field.dtype, device="cpu")
         copied.copy_(values.reshape(copied.shape))
         words = self._words[size]

@@ -120,13 +120,14 @@ class Layout:
         end = (middle if deciding else self.frame_words) + self._skipped
         #: The sizes that loops need.
         self.sizes = Sizes(self.frame_words, self.observation_words, begin, end, self.root_words)
-        placed = [self._stored(field) for field in placed]
         observed = [field for field in placed if field.key in seen]
         after = [replace(it, key=keys.next_key(it.key), is_next=True) for it in observed]
         #: In the order of a row.
         self.fields = (*placed, *after)
         #: Key -> field; the KeyError for an unknown key lists the known ones.
         self.by_key = _Fields({field.key: field for field in self.fields})
+        #: Key -> the field in an entry as integers: the size of one, the first one, and their number.
+        self.words = {field.key: self._words_of(field) for field in self.fields}
         plain = [field for field in self.fields if not field.stack]
         self._splits = [self._split(dtype) for dtype in dict.fromkeys(it.dtype for it in plain)]
         self._shaped = [(field.key, field.shape) for field in plain if len(field.shape) != 1]
@@ -143,11 +144,9 @@ class Layout:
         count = shape[-2:].numel() if len(shape) > 2 and shape[-1] <= 4 else shape[-1:].numel()
         return max(count * placed[0].dtype.itemsize, 1)
 
-    def _stored(self, field: Field) -> Field:
-        """Returns a field with its offset in an entry whose frame is compressed."""
-        if field.offset < self.record_words * WORD:
-            return replace(field, in_record=True)
-        return replace(field, offset=field.offset - self._removed * WORD)
+    def _words_of(self, field: Field) -> tuple[int, int, int]:
+        size, offset = min(field.dtype.itemsize, WORD), field.offset - self._removed * WORD
+        return size, offset // size, field.size * field.dtype.itemsize // size
 
     def _check_dtypes(self) -> None:
         if not self.described:
@@ -209,18 +208,16 @@ class Layout:
 
     def is_step(self, field: Field) -> bool:
         """Whether a field is part of the step, not of an observation."""
-        return self._decoded_offset(field) >= self.observation_words * WORD
+        return field.offset >= self.observation_words * WORD
 
-    def _decoded_offset(self, field: Field) -> int:
-        """Returns the first byte of a field in an entry whose frame is decoded."""
-        return field.offset + (0 if field.in_record else self._removed * WORD)
+    def is_in_record(self, field: Field) -> bool:
+        """Whether a field is part of a compressed frame."""
+        return field.offset < self.record_words * WORD
 
     def row_byte(self, field: Field) -> int:
         """Returns the first byte of a field in a row; for a stack, the first byte of its oldest frame."""
         skipped = 0 if field.stack else self._skipped * WORD
-        return (
-            self._decoded_offset(field) + skipped + (self.next_word * WORD if field.is_next else 0)
-        )
+        return field.offset + skipped + (self.next_word * WORD if field.is_next else 0)
 
     def field_offsets(self, key: NestedKey, targets: Sequence[NestedKey]) -> np.ndarray:
         """Returns the offsets of target fields in a row, in integers of the field `key`.
@@ -232,8 +229,8 @@ class Layout:
         kind = source.dtype, source.shape, None
         fields = [it for it in map(self.by_key.get, targets) if it]
         can_copy = all((it.dtype, it.shape, it.stack) == kind for it in (source, *fields))
-        can_copy &= len(fields) == len(targets) and not source.in_record
-        offsets = [self.row_byte(it) // source.words[0] for it in fields]
+        can_copy &= len(fields) == len(targets) and not self.is_in_record(source)
+        offsets = [self.row_byte(it) // self.words[key][0] for it in fields]
         return np.array(offsets if can_copy else [], np.int64)
 
     def check_stacks(self, rows: Any) -> None:

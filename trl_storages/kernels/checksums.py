@@ -153,15 +153,11 @@ def write_step_checksums(
 
 @loop
 def compute_observation_checksums(
-    entries: Any, size: int, k: int, c: Any, entry: Any, computed: Any
+    entries: Any, size: int, c: Any, needed: Any, computed: Any
 ) -> None:
-    """Writes the OBSERVATION checksums that the steps in entries `[B]` need to `computed` `[E M]`."""
-    has_checksum = np.zeros(len(entries), np.bool_)
-    for i in range(len(entry)):
-        for q in range(entry[i] - (k - 1), entry[i] + 2):
-            if not has_checksum[q]:
-                has_checksum[q] = True
-                computed[q] = observation_checksum(entries[0, :0], entries, q, 0, size, c)
+    """Writes the OBSERVATION checksums of the entries `needed` `[n]` to `computed` `[E M]`."""
+    for q in needed:
+        computed[q] = observation_checksum(entries[0, :0], entries, q, 0, size, c)
 
 
 @loop

@@ -132,10 +132,8 @@ def draw(tables: Any, window: int, noise: Any) -> Any:
 
 
 @loop
-def steps_of(tables: Any, slots: Any, steps: Any) -> None:
+def steps_of(lanes: Any, T: int, slots: Any, steps: Any) -> None:
     """Writes the number of the newest step, so far, in each slot `[B]`."""
-    index = Index(*tables)
-    lanes, T = index.lanes, index.num_steps
     E = len(lanes)
     for i in range(len(slots)):
         if not 0 <= slots[i] < E * T:

@@ -289,21 +289,14 @@ def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
 
 
 @loop
-def compute_observation_checksums(members: Any, c: Any, entry: Any, computed: Any) -> None:
-    """Computes the OBSERVATION checksums that steps need; see `kernels.checksums`."""
+def compute_observation_checksums(members: Any, c: Any, needed: Any, computed: Any) -> None:
+    """Writes the OBSERVATION checksums of the entries `needed` `[n]` to `computed` `[E M]`."""
     store = Store(*members)
-    k, C, size = (
-        store.stack,
-        store.frame_words,
-        1 + Sizes(*store.sizes).observation - store.frame_words,
-    )
-    words, decoded, has_checksum = np.empty(C, np.int64), -1, np.zeros(len(store.entries), np.bool_)
-    frame = words.view(np.uint8)
-    for i in range(len(entry)):
-        for q in range(entry[i] - (k - 1), entry[i] + 2):
-            if not has_checksum[q]:
-                decoded, has_checksum[q] = _seek(members, q, decoded, frame), True
-                computed[q] = observation_checksum(words, store.entries, q, 1, size, c)
+    C, decoded, words = store.frame_words, -1, np.empty(store.frame_words, np.int64)
+    size, frame = 1 + store.sizes[1] - C, words.view(np.uint8)
+    for q in needed:
+        decoded = _seek(members, q, decoded, frame)
+        computed[q] = observation_checksum(words, store.entries, q, 1, size, c)
 
 
 # Writes

@@ -62,7 +62,11 @@ class Rows:
         value = self.changes.get(key, self._fetched.get(key))
         if value is None:
             key = unravel_key(key)
-            value = self.changes.get(key, self._fetched.get(key))
+            value = self.changes.get(key)
+        return self._fetch(key) if value is None else value
+
+    def _fetch(self, key: NestedKey) -> torch.Tensor:
+        value = self._fetched.get(key)
         if value is None:
             value = self._fetched[key] = self._view.entries.take(key, self._entries)
         return value
@@ -117,7 +121,6 @@ class BatchRows(Rows):
         window: the n-step window of each transition, `[n, B]`, until `NStep` has computed returns; else
             None. Beyond the end of an episode a window repeats the episode's last transition.
         lengths: `[B]` int64, on the host: number of different transitions in each window.
-        has_returns: whether the rewards are n-step returns already.
     """
 
     def __init__(
@@ -132,7 +135,6 @@ class BatchRows(Rows):
         self.changes = dict(drawn) if self.is_on_host else sent_together(drawn, self.device)
         self.window: Rows | None = None
         self.lengths: Any = None
-        self.has_returns = False
         # Pasted fields: key, entries `[B]` of the other transitions, mask, targets and default.
         self._pasted: list[tuple[Any, ...]] = []
         # The entries whose next observations are those of the batch: the last entry of each window.
@@ -148,21 +150,16 @@ class BatchRows(Rows):
         return self if self.window is None else self.window
 
     def __contains__(self, key: NestedKey) -> bool:
-        key = unravel_key(key)
         if self._batch is not None:
-            return key in self._batch.keys(True)
-        return key in self.changes or key in self._fetched or key in self._view.layout.by_key
+            return unravel_key(key) in self._batch.keys(True)
+        return super().__contains__(key)
 
-    def __getitem__(self, key: NestedKey) -> torch.Tensor:
-        value = self.changes.get(key, self._fetched.get(key))
-        if value is not None:
-            return value
+    def _fetch(self, key: NestedKey) -> torch.Tensor:
         if self._batch is not None:
             return self._batch[key]
-        if self._gathered is None and unravel_key(key) not in self.changes:
+        if self._gathered is None:
             self._gather()
-        value = self._fetched.get(key)
-        return super().__getitem__(key) if value is None else value
+        return super()._fetch(key)
 
     def __setitem__(self, key: NestedKey, value: torch.Tensor) -> None:
         super().__setitem__(key, value)
@@ -197,6 +194,15 @@ class BatchRows(Rows):
         self.lengths = torch.from_numpy(lengths)
         self.window = Rows(self._view, torch.from_numpy(slots))
         self._last_entries = self.window._entries[-1]
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether the rewards are n-step returns already."""
+        return self.lengths is not None and self.window is None
+
+    def close_windows(self) -> None:
+        """Ends the n-step windows: from now on the rewards of the batch are n-step returns."""
+        self.window = None
 
     def follow(self, slots: torch.Tensor) -> None:
         """Reads fields under `next` from other transitions.

@@ -165,7 +165,7 @@ class NStep(ReplayTransform):
             if key[0] == "next" and key not in reward_keys:
                 batch = torch.arange(len(lengths), device=lengths.device)
                 rows[key] = window[key][lengths - 1, batch]
-        rows.window, rows.has_returns = None, True
+        rows.close_windows()
         shape = rewards[0].shape[1:]
         counts = lengths.view(-1, *(1,) * (len(shape) - 1))
         if shape.numel() != shape[0]:
