@@ -104,6 +104,15 @@ def split_columns(flat: Columns) -> Columns:
     return columns
 
 
+def spaces_of(columns: Columns) -> tuple[spaces.Space, spaces.Space]:
+    """Returns the spaces of observations and actions."""
+    observations = columns["observation"]
+    low, high = (0, 255) if observations.dtype == np.uint8 else (-np.inf, np.inf)
+    space = spaces.Box(low, high, observations.shape[1:], observations.dtype.type)
+    actions = spaces.Box(-1, 1, columns["action"].shape[1:], np.float32)
+    return GOAL_SPACE if "achieved_goal" in columns else space, actions
+
+
 def observation_of(rows: Columns, before: str = "") -> Any:
     """Returns observations as environments give them: an array, or a dict of the three parts."""
     if "achieved_goal" not in rows:

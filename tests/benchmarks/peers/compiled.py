@@ -260,7 +260,7 @@ WORKS = {
 
 
 @loop
-def append(ring: Ring, cursor: int, block: np.ndarray, done: np.ndarray) -> None:
+def append(ring, cursor, block, done):
     """Copies rows `[S, W]` behind those that are there, one to each lane in turn.
 
     Args:
@@ -282,30 +282,20 @@ def append(ring: Ring, cursor: int, block: np.ndarray, done: np.ndarray) -> None
 
 
 @inlined
-def below(noise: int, bound: int) -> int:
+def below(noise, bound):
     """Returns floor(noise * bound / 2^63) for a bound below 2^31."""
     return ((noise >> 32) * bound + ((noise & 0xFFFFFFFF) * bound >> 32)) >> 31
 
 
 @loop
-def draw(noise: np.ndarray, num_rows: int, slots: np.ndarray) -> None:
+def draw(noise, num_rows, slots):
     """Draws `[B]` slots from `[B]` noise."""
     for i in range(len(slots)):
         slots[i] = below(noise[i], num_rows)
 
 
 @loop
-def see(
-    ring: Ring,
-    fields: Fields,
-    slots: np.ndarray,
-    noise: np.ndarray,
-    out: np.ndarray,
-    out_words: np.ndarray,
-    achieved: np.ndarray,
-    rewards: np.ndarray,
-    length: np.ndarray,
-) -> None:
+def see(ring, fields, slots, noise, out, out_words, achieved, rewards, length):
     """Copies rows, those that end their windows and the goals that later rows reached.
 
     Args:
@@ -367,7 +357,7 @@ def see(
 
 
 @loop
-def fold(rewards: np.ndarray, length: np.ndarray, discount: float, out: np.ndarray) -> None:
+def fold(rewards, length, discount, out):
     """Sums discounted `[n, B]` rewards into `[B]`."""
     for i in range(len(length)):
         total, weight = 0.0, 1.0
@@ -378,7 +368,7 @@ def fold(rewards: np.ndarray, length: np.ndarray, discount: float, out: np.ndarr
 
 
 @loop
-def sum_before(tree: np.ndarray, starts: np.ndarray, leaf: int) -> float:
+def sum_before(tree, starts, leaf):
     """Sums the weights of all leaves before one."""
     total = 0.0
     for level in range(len(starts)):
@@ -389,16 +379,7 @@ def sum_before(tree: np.ndarray, starts: np.ndarray, leaf: int) -> float:
 
 
 @loop
-def draw_leaves(
-    tree: np.ndarray,
-    starts: np.ndarray,
-    oldest: int,
-    newest: int,
-    capacity: int,
-    uniform: np.ndarray,
-    leaves: np.ndarray,
-    weights: np.ndarray,
-) -> None:
+def draw_leaves(tree, starts, oldest, newest, capacity, uniform, leaves, weights):
     """Draws leaves by weight, level by level over the batch.
 
     Args:
@@ -444,9 +425,7 @@ def draw_leaves(
 
 
 @loop
-def set_leaves(
-    tree: np.ndarray, starts: np.ndarray, leaves: np.ndarray, weights: np.ndarray
-) -> None:
+def set_leaves(tree, starts, leaves, weights):
     """Sets `[B]` weights, and sums anew what lies above, from below."""
     nodes = leaves.copy()
     for i in range(len(leaves)):

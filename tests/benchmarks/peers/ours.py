@@ -1,26 +1,20 @@
-"""This package: `ReplayStorage` over `PackedStorage`, and `record` of the ready-made storages."""
+"""This package: its presets, which differ in their options."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
-from torchrl.envs.transforms import Compose
+from tensordict import TensorDictBase
 
 from tests.benchmarks import data
 from tests.benchmarks.data import Columns
 from tests.benchmarks.peers import ring, torchrl
 from trl_storages import (
     EpisodeSequence,
-    EpisodeWriter,
-    ERESampler,
-    FrameStack,
-    GoalRelabel,
+    EREReplayStorage,
     HERReplayStorage,
-    HERSampler,
-    NStep,
-    PackedStorage,
-    PERSampler,
+    NStepReplayStorage,
+    PrioritizedReplayStorage,
     ReplayStorage,
     UniformReplayStorage,
 )
@@ -35,122 +29,59 @@ def goal_reward(
     return (distance < 0.05**2).float() - 1
 
 
-class Uniform(torchrl.Uniform):
-    """Uniform draws."""
+class Preset(torchrl.Extend):
+    """Draws of a preset, and writes of several rows at once, `[E, T]` with several lanes."""
+
+    preset: type[ReplayStorage] = UniformReplayStorage
+    options: Mapping[str, Any] = {}
 
     def __init__(self, columns: Columns, capacity: int):
-        self.buffer = self.make(capacity)
-        for rows in data.to_tensordict(columns).split(10_000):
-            self.buffer.extend(rows)
+        self.buffer = self.preset(
+            *data.spaces_of(columns),
+            storage_size=capacity,
+            num_envs=self.num_lanes,
+            device=self.device,
+            path=self.directory,
+            **self.options,
+        )
+        for steps in self.dealt(columns).split(1 + 10_000 // self.num_lanes, 1):
+            self.buffer.extend(steps)
 
-    def make(self, capacity: int) -> ReplayStorage:
-        rows = PackedStorage(capacity, device=self.device)
-        return ReplayStorage(storage=rows, **self.parts(capacity))
-
-    def parts(self, capacity: int) -> dict[str, Any]:
-        return {}
-
-
-class Hindsight(Uniform):
-    """Hindsight at sample time, from later steps of the episode."""
-
-    def parts(self, capacity: int) -> dict[str, Any]:
-        sampler = HERSampler("future", data.HINDSIGHT_GOALS)
-        return {"sampler": sampler, "transform": GoalRelabel(goal_reward)}
+    def dealt(self, columns: Columns) -> TensorDictBase:
+        """Returns the rows of each lane, `[E, T]`."""
+        return data.to_tensordict(columns).reshape(self.num_lanes, -1)
 
 
-class Folded(Uniform):
-    """Flat observations, folded at sample time."""
+class Steps(Preset):
+    """The same, with steps that are written one by one as TensorDicts."""
 
-    def parts(self, capacity: int) -> dict[str, Any]:
-        return {"transform": NStep(data.N_STEPS, data.DISCOUNT)}
-
-
-class Recent(Uniform):
-    """Flat observations, recent ones more often."""
-
-    def parts(self, capacity: int) -> dict[str, Any]:
-        return {"sampler": ERESampler()}
+    prepare, write = staticmethod(torchrl.Uniform.prepare), torchrl.Uniform.write
 
 
-class Prioritized(Uniform):
-    """Flat observations; a sample is a draw and the update of its priorities."""
+class Prioritized(Steps):
+    """A sample is a draw and the update of its priorities."""
 
-    def parts(self, capacity: int) -> dict[str, Any]:
-        return {"sampler": PERSampler(capacity, data.PRIORITY_ALPHA, data.PRIORITY_BETA)}
-
+    preset = PrioritizedReplayStorage
     sample = torchrl.Prioritized.sample
 
 
-class HindsightNStep(Hindsight):
-    """Hindsight, folded for the goal that was drawn."""
-
-    def parts(self, capacity: int) -> dict[str, Any]:
-        folded = Compose(GoalRelabel(goal_reward), NStep(data.N_STEPS, data.DISCOUNT))
-        return {**super().parts(capacity), "transform": folded}
-
-
-class Everything(HindsightNStep):
-    """Hindsight, folded, drawn by priority among recent rows; and the update of the priorities."""
-
-    def parts(self, capacity: int) -> dict[str, Any]:
-        recent = ERESampler(base=PERSampler(capacity, data.PRIORITY_ALPHA, data.PRIORITY_BETA))
-        sampler = HERSampler("future", data.HINDSIGHT_GOALS, base=recent)
-        return {**super().parts(capacity), "sampler": sampler}
-
-    sample = torchrl.Prioritized.sample
-
-
-class Sequences(Uniform):
+class Sequences(Steps):
     """Stretches of an episode, one after another in the batch."""
 
-    def parts(self, capacity: int) -> dict[str, Any]:
-        return {"sample_unit": EpisodeSequence(data.SEQUENCE_STEPS)}
+    options = {"sample_unit": EpisodeSequence(data.SEQUENCE_STEPS)}
 
     def sample(self, batch_size: int) -> TensorDictBase:
         return self.buffer.sample(batch_size // data.SEQUENCE_STEPS)
 
 
-class Stacks(Uniform):
-    """Stacked frames, of which each is stored once."""
-
-    def make(self, capacity: int) -> ReplayStorage:
-        pixels = (torch.uint8, data.PIXEL_SHAPE, FrameStack(data.PIXEL_SHAPE[0]))
-        number, flag = (torch.float32, (1,)), (torch.bool, (1,))
-        fields: Mapping[NestedKey, Any] = {
-            "observation": pixels,
-            "action": number,
-            ("next", "observation"): pixels,
-            ("next", "reward"): number,
-            **{("next", name): flag for name in ("done", "terminated", "truncated")},
-        }
-        rows = PackedStorage(capacity, device=self.device, fields=fields)
-        # The steps between draws are the same over and over.
-        return ReplayStorage(storage=rows, writer=EpisodeWriter(on_gap="cut"))
-
-
-class Extend(Uniform):
-    """Writes of several rows at once."""
-
-    prepare, write = staticmethod(torchrl.Extend.prepare), torchrl.Extend.write
-
-
 def step_of(rows: Columns, at: Any, outcome: Iterable[Any]) -> tuple:
-    now, after = (
-        {part: rows[before + part][at] for part in data.PARTS} for before in ("", "next_")
-    )
-    return now, rows["action"][at], *outcome, {}, after
+    row = {name: column[at] for name, column in rows.items()}
+    now, after = data.observation_of(row), data.observation_of(row, "next_")
+    return now, row["action"], *outcome, {}, after
 
 
-class Record(Uniform):
+class Record(Preset):
     """Steps of a plain loop over one environment: arrays as gymnasium gives them."""
-
-    recipe: type[ReplayStorage] = UniformReplayStorage
-    options: ClassVar[dict[str, Any]] = {}
-
-    def make(self, capacity: int) -> ReplayStorage:
-        options = {"storage_size": capacity, "device": self.device, "path": self.directory}
-        return self.recipe(data.GOAL_SPACE, data.ACTION_SPACE, **options, **self.options)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -164,31 +95,15 @@ class Record(Uniform):
             self.buffer.record(*step)
 
 
-class RecordHindsight(Record):
-    """The same, drawn with hindsight."""
-
-    recipe = HERReplayStorage
-    options: ClassVar[dict[str, Any]] = {
-        "reward_fn": goal_reward,
-        "num_goals": data.HINDSIGHT_GOALS,
-    }
-
-
 class RecordLanes(Record):
     """Steps of eight environments at once, the rows of the data dealt out to them."""
 
+    num_lanes = data.LANES
     # Rows that are dealt out do not go on from each other.
-    options: ClassVar[dict[str, Any]] = {
-        "num_envs": data.LANES,
-        "autoreset_mode": "Disabled",
-        "on_gap": "ignore",
-    }
+    options = {"autoreset_mode": "Disabled", "on_gap": "ignore"}
 
-    def __init__(self, columns: Columns, capacity: int):
-        self.buffer = self.make(capacity)
-        lanes = data.to_tensordict(columns).reshape(-1, data.LANES).transpose(0, 1)
-        for steps in lanes.split(1000, 1):
-            self.buffer.extend(steps)
+    def dealt(self, columns: Columns) -> TensorDictBase:
+        return data.to_tensordict(columns).reshape(-1, self.num_lanes).transpose(0, 1)
 
     @staticmethod
     def prepare(rows: Columns) -> list[tuple]:
@@ -198,45 +113,41 @@ class RecordLanes(Record):
         ]
 
 
-class Lanes(Uniform):
-    """Steps `[E, 1]` of thousands of environments, or flat ones of new trajectories; and priorities."""
+class Lanes(Preset):
+    """Steps `[E, 1]` of thousands of environments."""
 
-    def __init__(self, columns: Columns, capacity: int):
-        self.buffer = self.make(capacity)
-        for steps in data.to_tensordict(columns).reshape(self.num_lanes, -1).split(1000, 1):
-            self.buffer.extend(steps)
-
-    def make(self, capacity: int) -> ReplayStorage:
-        options = {"num_envs": self.num_lanes, "device": self.device, "path": self.directory}
-        rows = PackedStorage(capacity, **options)
-        return ReplayStorage(
-            storage=rows, writer=EpisodeWriter(self.num_lanes), **self.parts(capacity)
-        )
-
-    prepare, write = staticmethod(ring.Lanes.prepare), torchrl.Extend.write
+    prepare = staticmethod(ring.Lanes.prepare)
 
 
 class PrioritizedLanes(Lanes):
-    """The same, drawn by priority; a sample is a draw and the update of its priorities."""
+    """The same; a sample is a draw and the update of its priorities."""
 
-    parts, sample = Prioritized.parts, Prioritized.sample
+    preset, sample = PrioritizedReplayStorage, Prioritized.sample
 
 
+HINDSIGHT = {"reward_fn": goal_reward, "num_goals": data.HINDSIGHT_GOALS}
+WINDOWS = {"n_step": data.N_STEPS, "discount": data.DISCOUNT}
+PRIORITIES = {"alpha": data.PRIORITY_ALPHA, "beta": data.PRIORITY_BETA}
+# The steps between draws of stacks are the same over and over.
+STACKS = {"frame_stack": data.PIXEL_SHAPE[0], "on_gap": "cut"}
+her = Steps.configured(preset=HERReplayStorage, options=HINDSIGHT)
 WORKS = {
-    "uniform": Uniform,
-    "her": Hindsight,
-    "her_n_step": HindsightNStep,
-    "everything": Everything,
-    "n_step": Folded,
-    "priorities": Prioritized,
-    "recent": Recent,
+    "uniform": Steps,
+    "her": her,
+    "her_n_step": her.configured(options=HINDSIGHT | WINDOWS),
+    "everything": Prioritized.configured(
+        preset=HERReplayStorage, options=HINDSIGHT | WINDOWS | PRIORITIES | {"eta": 0.996}
+    ),
+    "n_step": Steps.configured(preset=NStepReplayStorage, options=WINDOWS),
+    "priorities": Prioritized.configured(options=PRIORITIES),
+    "recent": Steps.configured(preset=EREReplayStorage),
     "sequences": Sequences,
-    "flat": Uniform,
-    "stacks": Stacks,
-    "extend": Extend,
+    "flat": Steps,
+    "stacks": Steps.configured(options=STACKS),
+    "extend": Preset,
     "record": Record,
-    "record_her": RecordHindsight,
+    "record_her": Record.configured(preset=HERReplayStorage, options=HINDSIGHT),
     "record_lanes": RecordLanes,
     "lanes": Lanes,
-    "prioritized_lanes": PrioritizedLanes,
+    "prioritized_lanes": PrioritizedLanes.configured(options=PRIORITIES),
 }

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar
 
 import numpy as np
-from gymnasium import spaces
 from stable_baselines3.common.buffers import DictReplayBuffer, NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer
 
@@ -32,13 +31,9 @@ class Uniform(Buffer):
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, columns: Columns, capacity: int):
-        actions = spaces.Box(-1, 1, columns["action"].shape[1:], np.float32)
-        described = self.space_of(columns), actions
-        self.buffer = self.kind(capacity, *described, device=self.device, **self.options)
+        described = capacity, *data.spaces_of(columns)
+        self.buffer = self.kind(*described, device=self.device, **self.options)
         self.fill(columns)
-
-    def space_of(self, columns: Columns) -> spaces.Space:
-        return data.GOAL_SPACE
 
     def fill(self, columns: Columns) -> None:
         """Does what `add` would do row by row, which takes half a minute for a million."""
@@ -113,11 +108,6 @@ class Flat(Uniform):
     """Uniform draws of observations that are one array."""
 
     kind = ReplayBuffer
-
-    def space_of(self, columns: Columns) -> spaces.Space:
-        observations = columns["observation"]
-        low, high = (0, 255) if observations.dtype == np.uint8 else (-np.inf, np.inf)
-        return spaces.Box(low, high, observations.shape[1:], observations.dtype.type)
 
 
 class NStep(Flat):
