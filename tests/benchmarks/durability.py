@@ -29,7 +29,7 @@ from tests.benchmarks.measure import Effort, Turn, measure
 from tests.benchmarks.readme import written
 from tests.benchmarks.results import describe_machine
 from tests.benchmarks.tables import format_machine
-from trl_storages import ReplayStorage, UniformReplayStorage
+from trl_storages import UniformReplayStorage
 
 BATCH = 256
 BLOCKS = (1, 50, 1000)  # steps of a write
@@ -56,7 +56,7 @@ def blocks(steps: int) -> Iterator[TensorDict]:
 
 
 class Store:
-    """A ring of rows somewhere: `write`, `draw` a batch, `flush` to the disk, `close`, `reopen` and draw.
+    """A ring of rows somewhere.
 
     Args:
         path: of a directory that does not exist; None for memory.
@@ -66,11 +66,23 @@ class Store:
     name: str
     #: What it does so that rows reach the disk.
     syncs: str
+    #: What `connect` opens, and `close` closes.
+    connection: Any
+    #: Writes steps; reads a batch; lets written rows reach the disk.
+    write: Callable[[TensorDict], None]
+    draw: Callable[[], TensorDictBase]
+    flush: Callable[[], Any]
+    connect: Callable[[], None]
 
     def __init__(self, path: Path | None, num_rows: int) -> None:
         self.path, self.num_rows = path, num_rows
 
-    write: Callable[[TensorDict], None]
+    def close(self) -> None:
+        self.connection.close()
+
+    def reopen(self) -> TensorDictBase:
+        self.connect()
+        return self.draw()
 
     def writes(self, num_steps: int) -> Turn:
         """Writes of so many steps, over and over."""
@@ -90,32 +102,19 @@ class Ours(Store):
         super().__init__(path, num_rows)
         self.name = "trl_storages" if path else "trl_storages in memory"
         self.syncs = "flush()" if path else "-"
-        self._storage = self._open()
+        self.connect()
 
-    def _open(self) -> ReplayStorage:
-        return UniformReplayStorage(
-            GOAL_SPACE, ACTION_SPACE, storage_size=self.num_rows, path=self.path, batch_size=BATCH
-        )
-
-    def write(self, data: TensorDict) -> None:
-        self._storage.extend(data)
-
-    def draw(self) -> TensorDictBase:
-        return self._storage.sample()
-
-    def flush(self) -> None:
-        self._storage.flush()
-
-    def close(self) -> None:
-        self._storage.close()
-
-    def reopen(self) -> TensorDictBase:
-        self._storage = self._open()
-        return self.draw()
+    def connect(self) -> None:
+        options = {"storage_size": self.num_rows, "path": self.path, "batch_size": BATCH}
+        self.connection = buffer = UniformReplayStorage(GOAL_SPACE, ACTION_SPACE, **options)
+        self.write, self.draw, self.flush = buffer.extend, buffer.sample, buffer.flush
 
 
 class _OfBytes(Store):
     """A ring of rows that are bytes, by their slots."""
+
+    #: Reads the rows of some slots.
+    read: Callable[[list[int]], list[bytes]]
 
     def __init__(self, path: Path | None, num_rows: int) -> None:
         super().__init__(path, num_rows)
@@ -128,6 +127,7 @@ class _OfBytes(Store):
             [(str(place), column.dtype, column.shape[1:]) for place, column in enumerate(columns)]
         )
         self._cursor, self._rng = 0, np.random.default_rng(0)
+        self.connect()
 
     def _rows(self, data: TensorDict) -> Iterator[tuple[int, bytes]]:
         """The slot and the bytes of each transition that is written now."""
@@ -138,15 +138,13 @@ class _OfBytes(Store):
             yield self._cursor % self.num_rows, row.tobytes()
             self._cursor += 1
 
-    def _batch(self, rows: list[bytes]) -> TensorDict:
-        table = np.frombuffer(b"".join(rows), self._row)
+    def draw(self) -> TensorDictBase:
+        slots = self._rng.integers(0, min(self._cursor, self.num_rows), BATCH).tolist()
+        table = np.frombuffer(b"".join(self.read(slots)), self._row)
         columns = {
             key: torch.from_numpy(table[str(place)].copy()) for place, key in enumerate(self._keys)
         }
-        return TensorDict(columns, [len(rows)])
-
-    def _draw_slots(self) -> list[int]:
-        return self._rng.integers(0, min(self._cursor, self.num_rows), BATCH).tolist()
+        return TensorDict(columns, [BATCH])
 
 
 class SQLite(_OfBytes):
@@ -154,41 +152,29 @@ class SQLite(_OfBytes):
 
     name, syncs = "SQLite", "journal_mode=WAL, synchronous=NORMAL"
 
-    def __init__(self, path: Path | None, num_rows: int) -> None:
-        super().__init__(path, num_rows)
-        self._connect()
-        self._connection.execute("CREATE TABLE rows (slot INTEGER PRIMARY KEY, data BLOB)")
-
-    def _connect(self) -> None:
+    def connect(self) -> None:
         assert self.path is not None
-        self._connection = sqlite3.connect(self.path / "rows.sqlite", isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=NORMAL")
+        self.connection = sqlite3.connect(self.path / "rows.sqlite", isolation_level=None)
+        for order in (
+            "PRAGMA journal_mode=WAL",
+            "PRAGMA synchronous=NORMAL",
+            "CREATE TABLE IF NOT EXISTS rows (slot INTEGER PRIMARY KEY, data BLOB)",
+        ):
+            self.connection.execute(order)
 
     def write(self, data: TensorDict) -> None:
-        self._connection.execute("BEGIN")
+        self.connection.execute("BEGIN")
         insert = "INSERT OR REPLACE INTO rows VALUES (?, ?)"
-        self._connection.executemany(insert, self._rows(data))
-        self._connection.execute("COMMIT")
+        self.connection.executemany(insert, self._rows(data))
+        self.connection.execute("COMMIT")
 
-    def draw(self) -> TensorDictBase:
+    def read(self, slots: list[int]) -> list[bytes]:
         # A row that is drawn twice is found once by IN, so each is asked for by itself.
-        ask = self._connection.execute
-        found = [
-            ask("SELECT data FROM rows WHERE slot = ?", (slot,)).fetchone()[0]
-            for slot in self._draw_slots()
-        ]
-        return self._batch(found)
+        ask, select = self.connection.execute, "SELECT data FROM rows WHERE slot = ?"
+        return [ask(select, (slot,)).fetchone()[0] for slot in slots]
 
     def flush(self) -> None:
-        self._connection.execute("PRAGMA wal_checkpoint(FULL)")
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def reopen(self) -> TensorDictBase:
-        self._connect()
-        return self.draw()
+        self.connection.execute("PRAGMA wal_checkpoint(FULL)")
 
 
 class LMDB(_OfBytes):
@@ -197,35 +183,23 @@ class LMDB(_OfBytes):
     name, syncs = "LMDB", "sync=False, writemap=True"
     _options = {"sync": False, "writemap": True}
 
-    def __init__(self, path: Path | None, num_rows: int) -> None:
-        super().__init__(path, num_rows)
-        self._connect()
-
-    def _connect(self) -> None:
+    def connect(self) -> None:
         import lmdb  # an extra, which reading this module does not need
 
         size = 4 * self._row.itemsize * self.num_rows + (1 << 26)
-        self._environment = lmdb.open(str(self.path), map_size=size, **self._options)
+        self.connection = lmdb.open(str(self.path), map_size=size, **self._options)
 
     def write(self, data: TensorDict) -> None:
-        with self._environment.begin(write=True) as transaction:
+        with self.connection.begin(write=True) as transaction:
             for slot, row in self._rows(data):
                 transaction.put(slot.to_bytes(8, "big"), row)
 
-    def draw(self) -> TensorDictBase:
-        with self._environment.begin() as transaction:
-            get = transaction.get
-            return self._batch([get(slot.to_bytes(8, "big")) for slot in self._draw_slots()])
+    def read(self, slots: list[int]) -> list[bytes]:
+        with self.connection.begin() as transaction:
+            return [transaction.get(slot.to_bytes(8, "big")) for slot in slots]
 
     def flush(self) -> None:
-        self._environment.sync(True)
-
-    def close(self) -> None:
-        self._environment.close()
-
-    def reopen(self) -> TensorDictBase:
-        self._connect()
-        return self.draw()
+        self.connection.sync(True)
 
 
 class SyncedLMDB(LMDB):
@@ -303,10 +277,10 @@ def shown(page: str, path: Path = KEPT) -> str:
 
 def _machine() -> dict[str, str | int]:
     """Describes what the run depends on."""
-    others = ("stable_baselines3", "cpprb", "tianshou", "flashbax", "jax")
-    known = {name: it for name, it in describe_machine().items() if name not in others}
-    there = {"lmdb": version("lmdb")} if LMDB in STORES else {}
-    return {**known, "SQLite": sqlite3.sqlite_version, **there}
+    others = ("stable_baselines3", "cpprb", "tianshou", "flashbax", "jax", "rlox")
+    machine = {name: it for name, it in describe_machine().items() if name not in others}
+    lmdb = {"lmdb": version("lmdb")} if LMDB in STORES else {}
+    return {**machine, "SQLite": sqlite3.sqlite_version, **lmdb}
 
 
 def main(arguments: list[str] | None = None) -> None:
