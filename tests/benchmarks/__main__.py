@@ -13,8 +13,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
@@ -28,8 +26,6 @@ ROOT = Path(__file__).parents[2]
 ONCE = ("stored_once", "mapped", "lanes", "growth", "cold", "memory")
 # One that measures memory, for which a process must not have had any that it can take again.
 FRESH = ("stored_once",)
-# Sections that compare with what only the CPU has.
-ON_CPU = ("stored_once", "mapped", "growth", "memory")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -43,8 +39,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[256, 4096])
     parser.add_argument("--threads", nargs="+", type=int, default=None)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                        help="where batches arrive, and the rows of who keeps them there")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=None, help="turns of each library")
     parser.add_argument("--quick", action="store_true", help="fewer rows, rounds and threads")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall",
@@ -54,11 +48,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="measure nothing; write the tables of such a file into "
                         "tutorials/results.md and tests/benchmarks/README.md")  # fmt: skip
     parsed = parser.parse_args(arguments)
-    on_device = [name for name in names if parsed.device == "cpu" or name not in ON_CPU]
-    if parsed.only is None:
-        parsed.only = on_device
-    if not set(parsed.only) <= set(on_device):
-        parser.error(f"--device {parsed.device} is for the sections {', '.join(on_device)}")
+    parsed.only = parsed.only or names
     if min(parsed.batches) < 1 or (parsed.rows and min(parsed.rows) < max(parsed.batches)):
         parser.error(
             f"--rows must be at least as many as are drawn, {max(parsed.batches)}; got {parsed.rows}"
@@ -86,7 +76,6 @@ def plan_of(arguments: argparse.Namespace, threads: int) -> Plan:
         calls=10 if quick else 20,
         seconds=0.05 if quick else 0.1,
         processor_time=arguments.clock == "processor",
-        device=arguments.device,
     )
     return Plan(
         rows=tuple(sorted(rows)),
@@ -101,9 +90,7 @@ def measure_all(arguments: argparse.Namespace) -> Report:
     """Runs the sections that were asked for, for each number of threads."""
     threads = arguments.threads or ([1] if arguments.quick else [1, 2])
     report = Report(machine=describe_machine(), left_out=missing_peers(arguments.peers))
-    report.machine |= {"device": arguments.device}
-    if arguments.device == "cuda":
-        report.machine["device"] = torch.cuda.get_device_name()
+    report.machine |= {"device": "cpu"}
     print(*report.left_out, sep="\n", end="", file=sys.stderr)
     for number in threads:
         plan = plan_of(arguments, number)
@@ -130,9 +117,6 @@ def main() -> None:
         report = Report.load(arguments.readme)
         update(report, ROOT)
         print(f"The tables of {', '.join(pages_of(report))} are those of {arguments.readme}.")
-        return
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("There is no CUDA device.")
         return
     report = measure_all(arguments)
     print(*format_all(report), *format_missed(report), sep="\n")

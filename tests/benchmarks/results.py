@@ -15,17 +15,8 @@ import trl_storages
 __all__ = ["Report", "Result", "describe_machine", "pick", "ratio"]
 
 DISTRIBUTIONS = (
-    "torch",
-    "torchrl",
-    "tensordict",
-    "numpy",
-    "numba",
-    "stable_baselines3",
-    "cpprb",
-    "tianshou",
-    "flashbax",
-    "jax",
-    "rlox",
+    *("torch", "torchrl", "tensordict", "numpy", "numba"),
+    *("stable_baselines3", "cpprb", "tianshou", "flashbax", "jax", "rlox"),
 )
 
 

@@ -1,5 +1,6 @@
 """A run as tables in Markdown: what the command prints, and the pages on speed show."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import mean, median
 
@@ -23,6 +24,7 @@ WORKS = {
     "extend": "extend",
 }
 TITLES = {
+    "ours": "trl_storages",
     "torchrl": "TorchRL",
     "sb3": "SB3",
     "cpprb": "cpprb",
@@ -33,8 +35,8 @@ TITLES = {
     "ring": "ring of tensors",
     "raw": "raw gather",
 }
-#: What no library does: bare copies of as many bytes.
-BARE = ("ring", "raw")
+#: Who counts in comparisons: not ours, and not bare copies of as many bytes.
+OTHERS = [it for it in TITLES if it not in ("ours", "ring", "raw")]
 GROWING = {"write": "write of [lanes, 1]", "update": "priorities", "route": "new trajectories"}
 COUNTED = {"extend": "extend of 1,000, from the GPU", "lanes": "write of [4096, 1], from the GPU"}
 #: Who writes steps of lanes; the directory is one of ours.
@@ -59,6 +61,14 @@ HER, and goals and n cannot change later. flashbax has no HER and no n-step retu
 computes returns from its sequences. rlox has flat observations, returns arrays and relabels by a distance
 alone. The compiled function is a plain loop that returns the same batch and
 does nothing else; the raw gather copies as many bytes.
+"""
+GROWTH_NOTES = """\
+Microseconds, in buffers of two sizes. Priorities: 256 are sampled and updated after a write that is not
+timed. New trajectories: a write of one flat transition per lane, with trajectory ids.
+"""
+ONCE_NOTES = """\
+Each library runs in the mode that takes the least memory and returns transitions unchanged:
+complete transitions, except cpprb, whose `next_of` and `stack_compress` store less.
 """
 
 
@@ -86,7 +96,6 @@ def format_gpu(report: Report) -> Iterator[str]:
     yield format_machine(report.machine)
     yield ""
     yield from format_samples(report)
-    yield ""
     yield from format_rest(report)
     yield from format_lanes(report)
     yield from format_counts(report)
@@ -94,19 +103,19 @@ def format_gpu(report: Report) -> Iterator[str]:
 
 def format_counts(report: Report) -> Iterator[str]:
     """Gives how many operations a call starts on the GPU, and how often the host waits for it."""
-    if not (counts := report.counts):
-        return
-    titles = ("trl_storages" if peer == "ours" else TITLES[peer] for peer in counts)
-    names = ["operations on the GPU per call, waits", *titles]
-    yield ""
-    yield "| " + " | ".join(names) + " |"
-    yield "|---" * len(names) + "|"
-    for work in counts["ours"]:
-        cells = [", ".join(map(str, of[work])) if work in of else "" for of in counts.values()]
-        yield "| " + " | ".join([COUNTED.get(work) or WORKS[work], *cells]) + " |"
-    yield ""
-    yield f"Counted on: {report.machine['device']}. A simulated GPU is the CPU in its place, which counts"
-    yield "copies and kernels alike."
+    counts = report.counts
+    names = ["operations on the GPU per call, waits", *map(TITLES.get, counts)]
+    rows = [
+        [
+            COUNTED.get(work) or WORKS[work],
+            *(", ".join(map(str, of.get(work, ()))) for of in counts.values()),
+        ]
+        for work in counts.get("ours", ())
+    ]
+    yield from table(names, rows)
+    if rows:
+        yield f"Counted on: {report.machine['device']}. A simulated GPU is the CPU in its place, which"
+        yield "counts copies and kernels alike."
 
 
 def format_machine(machine: dict[str, str | int]) -> str:
@@ -149,9 +158,9 @@ def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, 
         is_largest = ours.rows == max(r.rows for r in same)
         if ours.peer != "ours" or not is_largest or ours.work not in WORKS:
             continue
-        for peer in TITLES:
+        for peer in OTHERS:
             made = ours.work in MADE_BY_WRITES and ours.section != "write_and_draw"
-            if peer in BARE or (peer == "cpprb" and made):
+            if peer == "cpprb" and made:
                 continue
             if found := beside(ours, same, peer):
                 yield ours, found
@@ -167,17 +176,12 @@ def beside(ours: Result, results: Iterable[Result], peer: str) -> Result | None:
 def format_loop(report: Report) -> Iterator[str]:
     """Gives draws between the updates of a network, and alone."""
     results = [r for r in report.results if r.section in IN_LOOPS and r.threads == 1]
-    if not results:
-        return
-    one, rows = results[0], []
-    for work in WORKS:
-        for section, where in IN_LOOPS.items():
-            ours = pick(results, work=work, peer="ours", section=section)
-            if ours is not None:
-                title = title_of(work) if section == "loop" else ""
-                rows.append(([title, where], ours))
-    yield from table([f"sample {one.batch_size:,} of {one.rows:,} transitions", ""], rows, results)
-    yield ""
+    rows = []
+    for work, (section, where) in itertools.product(WORKS, IN_LOOPS.items()):
+        if ours := pick(results, work=work, peer="ours", section=section):
+            rows.append(([title_of(work) if section == "loop" else "", where], ours))
+    size = f"{rows[0][1].batch_size:,} of {rows[0][1].rows:,}" if rows else ""
+    yield from compared_table([f"sample {size} transitions", ""], rows, results)
 
 
 def format_samples(report: Report) -> Iterator[str]:
@@ -188,155 +192,129 @@ def format_samples(report: Report) -> Iterator[str]:
         found = sorted((r.batch_size, r) for r in results if (r.work, r.peer) == (work, "ours"))
         for number, (batch_size, ours) in enumerate(found):
             rows.append(([title_of(work) if number == 0 else "", f"{batch_size:,}"], ours))
-    if rows:
-        yield from table([f"sample from {rows[0][1].rows:,} transitions", "batch"], rows, results)
+    size = f"{rows[0][1].rows:,}" if rows else ""
+    yield from compared_table([f"sample from {size} transitions", "batch"], rows, results)
 
 
 def format_sizes(report: Report) -> Iterator[str]:
     """Says what draws of one size take where few rows are stored, and where many are."""
     case = {"section": "sampling", "peer": "ours", "batch_size": 256, "threads": 1}
     sizes = sorted({r.rows for r in report.results if r.section == "sampling"})
-    both = [
-        [pick(report.results, work=work, rows=rows, **case) for work in ("uniform", "her")]
-        for rows in (sizes[0], sizes[-1])
-    ] if len(sizes) > 1 else []  # fmt: skip
-    if both and None not in both[0] + both[1]:
-        told = [
-            ", ".join(f"{it.median:,.0f} ({WORKS[it.work]})" for it in found if it)
-            for found in both
-        ]
+    told = []
+    for rows in {*sizes[:1], *sizes[-1:]} if len(sizes) > 1 else ():
+        found = [pick(report.results, work=work, rows=rows, **case) for work in ("uniform", "her")]
+        times = ", ".join(f"{it.median:,.0f} ({WORKS[it.work]})" for it in found if it)
+        told.append((rows, f"{rows:,} transitions take {times}"))
+    if told:
         yield (
-            f"The work does not grow with the buffer, but caches hold less of it: 256 of "
-            f"{sizes[0]:,} transitions take {told[0]}; of {sizes[-1]:,} transitions {told[1]}."
+            "The work does not grow with the buffer, but caches hold less of it: 256 of "
+            f"{'; of '.join(text for _, text in sorted(told))}."
         )
         yield ""
 
 
 def format_rest(report: Report) -> Iterator[str]:
     """Gives what is not a draw of rows: writes and sequences."""
-    sections = ("write_and_draw", "writing", "sequences")
-    results = [r for section in sections for r in of_most(report, section)]
+    results = [r for it in ("write_and_draw", "writing", "sequences") for r in of_most(report, it)]
     rows = [
-        (
-            [
-                WORKS[r.work] + ", write + sample" * (r.section == "write_and_draw"),
-                f"{r.batch_size:,}",
-            ],
-            r,
-        )
+        ([WORKS[r.work] + PLACES.get(r.section, ""), f"{r.batch_size:,}"], r)
         for r in results
         if r.peer == "ours"
     ]
-    if rows:
-        yield from table(["operation", "transitions per call"], rows, results)
+    yield from compared_table(["operation", "transitions per call"], rows, results)
 
 
 def format_mapped(report: Report) -> Iterator[str]:
     """Says how much longer draws from a directory take."""
     results = of_most(report, "mapped")
     told = []
-    for mapped in results:
-        ours = pick(results, work=mapped.work, peer="ours", batch_size=mapped.batch_size)
-        if mapped.peer == "ours_mapped" and ours is not None:
+    for mapped in (r for r in results if r.peer == "ours_mapped"):
+        if ours := pick(results, work=mapped.work, peer="ours", batch_size=mapped.batch_size):
             name = f"{mapped.batch_size:,} {WORKS[mapped.work]}"
             told.append(f"{format_ratio(ratio(mapped, ours))} ({name})")
     if told:
-        yield ""
         yield f"Time to sample from a directory, relative to memory: {', '.join(told)}."
+        yield ""
 
 
 def format_lanes(report: Report) -> Iterator[str]:
     """Gives median, mean and longest call with thousands of environments, in milliseconds."""
     results = [r for r in report.results if r.section == "lanes"]
-    if not results:
-        return
-    peers = [peer for peer in LANE_PEERS if any(r.peer == peer for r in results)]
-    names = ["milliseconds: median, mean, longest", *(LANE_PEERS[peer] for peer in peers)]
-    yield ""
-    yield "| " + " | ".join(names) + " |"
-    yield "|---" * len(names) + "|"
+    rows = []
     for work in dict.fromkeys(r.work for r in results):
         found = {r.peer: [it / 1000 for it in r.rounds] for r in results if r.work == work}
-        base, cells = found.get("ring"), [work]
-        for rounds in (found[peer] for peer in peers):
-            told = []
-            for of in (median, mean):
-                times = "" if base is None or rounds is base else f" ({of(rounds) / of(base):.2f})"
-                told.append(f"{of(rounds):.2f}{times}")
-            cells.append(", ".join([*told, f"{max(rounds):.1f}"]))
-        yield "| " + " | ".join(cells) + " |"
-    yield ""
-    yield f"{results[0].rows:,} transitions. Brackets contain the ratio to the ring. A loop is a write"
-    yield "and then two draws of 8,192 transitions, as in FastTD3."
+        ring, cells = found.get("ring"), [work]
+        for taken in (found.get(peer) for peer in LANE_PEERS):
+            told = [
+                f"{of(taken):.2f}"
+                + (f" ({of(taken) / of(ring):.2f})" if ring and taken is not ring else "")
+                for of in (median, mean)
+                if taken
+            ]
+            cells.append(", ".join([*told, f"{max(taken):.1f}"]) if taken else "")
+        rows.append(cells)
+    names = ["milliseconds: median, mean, longest", *LANE_PEERS.values()]
+    yield from table(names, rows)
+    if rows:
+        yield f"{results[0].rows:,} transitions. Brackets contain the ratio to the ring. A loop is a"
+        yield "write and then two draws of 8,192 transitions, as in FastTD3."
+        yield ""
 
 
 def format_growth(report: Report) -> Iterator[str]:
     """Gives what writes, updates and routes take with more and more lanes, in microseconds."""
     results = [r for r in report.results if r.section == "growth"]
-    if not results:
-        return
-    sizes = sorted({r.rows for r in results})
-    columns = [(work, rows) for work in GROWING for rows in sizes]
-    names = ["lanes", *(f"{GROWING[work]}, of {rows:,}" for work, rows in columns)]
-    yield ""
-    yield "| " + " | ".join(names) + " |"
-    yield "|---" * len(names) + "|"
+    columns = [(work, rows) for work in GROWING for rows in sorted({r.rows for r in results})]
+    rows = []
     for lanes in sorted({r.batch_size for r in results}):
         found = [pick(results, work=w, rows=n, batch_size=lanes) for w, n in columns]
-        cells = [f"{lanes:,}", *(f"{it.median:,.0f}" if it else "" for it in found)]
-        yield "| " + " | ".join(cells) + " |"
-    yield ""
-    yield "Microseconds, in buffers of two sizes. Priorities: 256 are sampled and updated after a write"
-    yield "that is not timed. New trajectories: one flat transition per lane, with trajectory ids."
+        rows.append([f"{lanes:,}", *(f"{it.median:,.0f}" if it else "" for it in found)])
+    yield from table(["lanes", *(f"{GROWING[w]}, of {n:,}" for w, n in columns)], rows)
+    if rows:
+        yield GROWTH_NOTES
 
 
 def format_once(report: Report) -> Iterator[str]:
     """Gives what rows take, in bytes, and in microseconds a batch."""
     results = [r for r in report.results if r.row_nbytes and r.threads == 1]
     peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    if not results:
-        return
-    yield ""
-    yield from head(
-        [f"bytes per transition, and time to sample {results[0].batch_size:,}", ""], peers
-    )
+    rows = []
     for work in [work for work in WORKS if any(result.work == work for result in results)]:
-        ours = pick(results, peer="ours", work=work)
-        found = [pick(results, peer=peer, work=work) for peer in ("ours", *peers)]
-        times = [f"{it.median:,.0f}" if it else "" for it in found]
-        yield f"| {WORKS[work]} | bytes | " + " | ".join(nbytes(it, ours) for it in found) + " |"
-        yield "|  | microseconds | " + " | ".join(times) + " |"
-    yield ""
-    yield "Each library runs in the mode that takes the least memory and returns transitions unchanged:"
-    yield "complete transitions, except cpprb, whose `next_of` and `stack_compress` store less."
+        found = [pick(results, peer=peer, work=work) for peer in peers]
+        rows.append([WORKS[work], "bytes", *(nbytes(it, found[0]) for it in found)])
+        rows.append(["", "microseconds", *(f"{it.median:,.0f}" if it else "" for it in found)])
+    size = results[0].batch_size if results else 0
+    names = [f"bytes per transition, and time to sample {size:,}", "", *map(TITLES.get, peers)]
+    yield from table(names, rows)
+    if rows:
+        yield ONCE_NOTES
 
 
 def nbytes(found: Result | None, ours: Result | None) -> str:
-    if found is None:
+    if found is None or ours is None:
         return ""
     many = f"{found.row_nbytes:,.0f}"
-    if ours is None or found is ours:
-        return many
-    return f"{many} ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)"
+    return many + (
+        f" ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)" if found is not ours else ""
+    )
 
 
 def format_cold_start(report: Report) -> Iterator[str]:
     """Gives the seconds of imports and of first batches in a sentence, if they were measured."""
     seconds = {(r.peer, r.work): r.median / 1e6 for r in report.results if r.section == "cold"}
     if seconds:
-        yield ""
         yield (
             f"Cold start: `import trl_storages` takes {seconds['ours', 'import']:.1f} s, TorchRL's share "
             f"{seconds['torchrl', 'import']:.1f} s. Then a buffer with HER, 200 steps and the "
             f"first batch take {seconds['new', 'first_batch']:.1f} s in a new installation and "
             f"{seconds['later', 'first_batch']:.1f} s in a later process."
         )
+        yield ""
 
 
 def format_memory(report: Report) -> Iterator[str]:
     """Says what rows take of the memory of a process."""
     if memory := report.memory:
-        yield ""
         yield (
             f"Memory: {memory['rows']:,.0f} more transitions raise the peak of a process by "
             f"{memory['bytes'] / 1e6:,.1f} MB. Their fields, each observation twice, add up to "
@@ -356,22 +334,32 @@ def title_of(work: str) -> str:
     return WORKS[work] + (" (others: HER alone)" if work in THEIRS else "")
 
 
-def table(
+def table(names: Sequence[str | None], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Gives a table in Markdown and an empty line; nothing without rows."""
+    if rows:
+        yield "| " + " | ".join(map(str, names)) + " |"
+        yield "|---" * len(names) + "|"
+        for cells in rows:
+            yield "| " + " | ".join(cells) + " |"
+        yield ""
+
+
+def compared_table(
     first: list[str], rows: list[tuple[list[str], Result]], results: Sequence[Result]
 ) -> Iterator[str]:
     """Gives a table: our time in each row, and those of the others."""
-    peers = [peer for peer in TITLES if any(result.peer == peer for result in results)]
-    yield from head(first, peers)
-    for titles, ours in rows:
-        cells = [cell(beside(ours, results, peer), ours) for peer in peers]
-        yield "| " + " | ".join([*titles, f"**{ours.median:,.0f}**", *cells]) + " |"
-
-
-def head(first: list[str], peers: list[str]) -> Iterator[str]:
-    """Gives the two lines that a table begins with."""
-    names = [*first, "trl_storages", *(TITLES[peer] for peer in peers)]
-    yield "| " + " | ".join(names) + " |"
-    yield "|---" * len(names) + "|"
+    peers = [it for it in TITLES if it != "ours" and any(r.peer == it for r in results)]
+    yield from table(
+        [*first, TITLES["ours"], *map(TITLES.get, peers)],
+        [
+            [
+                *titles,
+                f"**{ours.median:,.0f}**",
+                *(cell(beside(ours, results, peer), ours) for peer in peers),
+            ]
+            for titles, ours in rows
+        ],
+    )
 
 
 def cell(found: Result | None, ours: Result) -> str:
