@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
-from trl_storages.buffer.packed_batch import pack_tensordicts
+from trl_storages.buffer.loader import pack_tensordicts
 
 DTYPES = torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64, torch.int16
 

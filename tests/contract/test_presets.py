@@ -1,5 +1,6 @@
 """Ready-made storages: what each one is, of environments and options."""
 
+import gc
 import inspect
 
 import gymnasium
@@ -345,6 +346,20 @@ def test_keywords_are_explicit(kind):
         make(kind, goal_selection_strategy="final")
     with pytest.raises(TypeError, match="colour"):
         make(kind, colour="red")
+
+
+@pytest.mark.parametrize("kind", ["uniform", "all"])
+def test_batches_need_no_garbage_collection(kind):
+    storage, _ = filled(kind)
+    storage.sample()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            storage.sample()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_misspelt_parameters_raise():

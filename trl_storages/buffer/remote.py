@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import RayReplayBuffer
 
-from trl_storages.buffer.packed_batch import pack_tensordicts
+from trl_storages.buffer.loader import pack_tensordicts
 from trl_storages.buffer.replay_storage import ReplayStorage
 from trl_storages.settings import ComponentSetting, Strict
 from trl_storages.torchrl_compat import RayClient

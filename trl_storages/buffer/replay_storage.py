@@ -84,6 +84,7 @@ _setting = partial(ComponentSetting, lock_of=attrgetter("_replay_lock"))
 _NO_LOCK = nullcontext()
 _STATE = ("parts", "writer", "recorder", "generator", "cursors")
 _NOT_COPIED = ("_iterator", "_pipeline", "_replay_lock", "_rng")
+_SHUT_DOWN = "the replay buffer was shut down: it samples no more batches."
 # Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
@@ -636,7 +637,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         size = self._batch_size
         if batch_size is not None:
             size = validation.integer("batch_size", batch_size, at_least=1)
-        self._check_running()
+        if self._service_shutdown:
+            raise RuntimeError(_SHUT_DOWN)
         if size is None:
             raise RuntimeError("batch_size is unknown: pass it to the constructor or to sample().")
         if self._prefetch_queue.number and size == self._batch_size:
@@ -670,15 +672,12 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         end = math.inf if timeout is None else time.monotonic() + timeout
         cancelled = threading.Event() if cancel_event is None else cancel_event
         while True:
-            self._check_running()
+            if self._service_shutdown:
+                raise RuntimeError(_SHUT_DOWN)
             if self.can_sample(min_items):
                 return True
             if time.monotonic() >= end or cancelled.wait(_PAUSE):
                 return False
-
-    def _check_running(self) -> None:
-        if self._service_shutdown:
-            raise RuntimeError("the replay buffer was shut down: it samples no more batches.")
 
     def _count(self, batch: TensorDictBase) -> None:
         self._num_sampled[0] += 1
