@@ -94,12 +94,14 @@ class Recorder:
         staged.put(step)
         routing, was_reset = self._all_lanes, self._no_envs
         is_reset = is_repeated = self._no_envs
-        if self.autoreset_mode is _NEXT_STEP:
+        has_ends, mode = np.count_nonzero(staged.done) > 0, self.autoreset_mode
+        follows_resets = mode is _NEXT_STEP and (has_ends or np.count_nonzero(self._phases) > 0)
+        if follows_resets:
             is_reset, is_repeated = self._find_resets(staged)
             if is_reset.any():
                 lanes = np.flatnonzero(~is_reset)
                 routing = Routing(lanes, np.arange(len(lanes) + 1), lanes)
-        elif self.autoreset_mode is _SAME_STEP and staged.done.any():
+        elif has_ends and mode is _SAME_STEP:
             was_reset = staged.done
             for lane in was_reset.nonzero()[0].tolist():
                 staged.put_final(lane, _final_observation(infos, lane))
@@ -107,7 +109,7 @@ class Recorder:
         for key in self.info_keys if has_transitions else ():
             path = self._info_paths[key]
             staged.put_info(key, _info_of_step(infos, path, routing.lanes, was_reset))
-        if self.autoreset_mode is _NEXT_STEP:
+        if follows_resets:
             self._remember_ends(staged, is_reset, is_repeated)
         return (staged, routing) if has_transitions else None
 

@@ -288,7 +288,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
         if storage.layout is None:
             storage.allocate(layout)
         notes.add(block, trajectories, storage.episodes.cursors)
-        slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=True)
+        # Gaps that are ignored may still show that an array was changed in place.
+        stops = cuts_gaps or len(staged.aliased_keys(source)) > 0
+        slots, num_gaps = storage.append(block, cuts_gaps=cuts_gaps, stops_at_gaps=stops)
         if num_gaps:  # nothing was written yet
             is_flat = trajectories is None and len(staged.batch_size) == len(block.lanes) == 1
             if cuts_gaps and is_flat:
