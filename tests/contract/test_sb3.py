@@ -478,11 +478,17 @@ def test_model_and_buffer_continue_after_load(truncates, tmp_path):
 
 
 def test_directory_continues_in_the_next_model(tmp_path):
-    model = learnt(72, walks(2), path=tmp_path / "replay")
+    env = walks(2)
+    model = learnt(72, env, path=tmp_path / "replay")
     stored = model.replay_buffer.storage[:]
     model.save(tmp_path / "model")
     with pytest.raises(RuntimeError, match="has a writer"):
         sb3.DQN.load(tmp_path / "model", walks(2))
+    # Another process evaluates the model meanwhile.
+    player = sb3.DQN.load(
+        tmp_path / "model", env, custom_objects={"replay_buffer_kwargs": {}}, device="cpu"
+    )
+    assert player.predict(env.reset())[0].shape == (2,)
     model.replay_buffer.storage.close()
     again = sb3.DQN.load(tmp_path / "model", walks(2), device="cpu")
     assert (again.replay_buffer.size(), again.replay_buffer.pos) == (36, 36)
