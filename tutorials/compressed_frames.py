@@ -35,12 +35,13 @@ from options import OneLineParser, integer_from, need
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-from trl_storages import UniformReplayStorage
+from trl_storages import FrameStack, UniformReplayStorage
 
 RESULTS = Path(__file__).with_name("compressed_frames.jsonl")
 GAMES = "MsPacman", "Breakout", "Qbert", "Pong", "Seaquest"
 SIDE, STACK, BATCH, ACTIONS = 84, 4, 256, 18
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_NO_HUGE_PAGES = 41  # of Linux's prctl
 Step = tuple[np.ndarray, int, float, bool, np.ndarray]
 
 
@@ -107,7 +108,8 @@ Storage = tuple[Callable[[Step], Any], Callable[[], Any]]
 
 def ours(shape: tuple[int, ...], num_steps: int, **options: Any) -> Storage:
     box, sizes = Box(0, 255, shape, np.uint8), {"storage_size": num_steps, "batch_size": BATCH}
-    storage = UniformReplayStorage(box, Discrete(ACTIONS), frame_stack=STACK, **sizes, **options)
+    options |= {"frame_stack": {"observation": FrameStack(STACK)}, **sizes}
+    storage = UniformReplayStorage(box, Discrete(ACTIONS), **options)
 
     def store(step: Step) -> None:
         seen, action, reward, done, after = step
@@ -153,14 +155,15 @@ def stable_baselines3_halved(shape: tuple[int, ...], num_steps: int) -> Storage:
 
 def cpprb(shape: tuple[int, ...], num_steps: int) -> Storage:
     # Its stacks are along the last dimension.
-    fields = {"obs": {"shape": (*shape[1:], STACK), "dtype": np.uint8}}
+    frame = shape[0] // STACK, *shape[1:]
+    fields = {"obs": {"shape": (*frame, STACK), "dtype": np.uint8}}
     fields |= {"act": {"dtype": np.int64}, "rew": {}, "done": {}}
     options = {"next_of": "obs", "stack_compress": "obs"}
     buffer = need("cpprb").ReplayBuffer(num_steps, fields, **options)
 
     def store(step: Step) -> None:
         seen, action, reward, done, after = step
-        seen, after = (np.moveaxis(it.reshape(STACK, *shape[1:]), 0, -1) for it in (seen, after))
+        seen, after = (np.moveaxis(it.reshape(STACK, *frame), 0, -1) for it in (seen, after))
         buffer.add(obs=seen, act=action, rew=reward, done=done, next_obs=after)
         if done:
             buffer.on_episode_end()
@@ -204,8 +207,14 @@ def measure(storage: str, file: Path) -> dict[str, float]:
         frames = np.moveaxis(frames, -1, 1)
     channels = 1 if frames.ndim == 3 else frames.shape[1]
     shape = (STACK * channels, SIDE, SIDE)
-    kept = []  # the first one warms up, and stays
-    for num_steps in (300, len(frames) - 1):
+    kept, num_bytes = [], []  # the first one warms up, and all stay
+    # A short run fills its huge pages only in part: memory is measured without them, and time with them.
+    for num_steps, has_huge_pages in (
+        (300, True),
+        (len(frames) - 1, False),
+        (len(frames) - 1, True),
+    ):
+        ctypes.CDLL(None).prctl(_NO_HUGE_PAGES, not has_huge_pages, 0, 0, 0)
         before, times = resident_bytes(), []
         store, draw = STORAGES[storage](shape, num_steps)
         kept.append((store, draw))
@@ -217,7 +226,8 @@ def measure(storage: str, file: Path) -> dict[str, float]:
             store(row)
             times.append(time.process_time() - start)
             stack = np.repeat(frames[step + 1 : step + 2], STACK, 0) if ends[step] else after
-        taken, draws = resident_bytes() - before, []
+        num_bytes.append(resident_bytes() - before)
+        draws = []
         for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):  # batches use their memory again
             ctypes.CDLL(None).mallopt(option, 1 << 25)
         for _ in range(60):
@@ -227,7 +237,7 @@ def measure(storage: str, file: Path) -> dict[str, float]:
     # The system may have to provide the memory of a batch first, which takes longer than all else.
     microseconds = {"step": median(times) * 1e6, "draw": min(draws) * 1e6}
     return {
-        "bytes": round(taken / num_steps),
+        "bytes": round(num_bytes[1] / num_steps),
         **{name: round(it) for name, it in microseconds.items()},
     }
 
