@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.benchmarks.contest import Plan
 from tests.benchmarks.measure import Effort
 from tests.benchmarks.peers import PEERS, missing_peers
-from tests.benchmarks.readme import pages_of, update
+from tests.benchmarks.readme import updated
 from tests.benchmarks.results import Report, describe_machine
 from tests.benchmarks.sections import SECTIONS, prepare_process, run_section
 from tests.benchmarks.tables import format_all, format_missed
@@ -45,8 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
                         help="processor time is steadier on a busy machine")  # fmt: skip
     parser.add_argument("--json", type=Path, help="file to keep the results in")
     parser.add_argument("--readme", type=Path, metavar="JSON",
-                        help="measure nothing; write the tables of such a file into "
-                        "tutorials/results.md and tests/benchmarks/README.md")  # fmt: skip
+                        help="only write the tables of such a file into the pages")  # fmt: skip
     parsed = parser.parse_args(arguments)
     parsed.only = parsed.only or names
     if min(parsed.batches) < 1 or (parsed.rows and min(parsed.rows) < max(parsed.batches)):
@@ -115,8 +114,9 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.readme is not None:
         report = Report.load(arguments.readme)
-        update(report, ROOT)
-        print(f"The tables of {', '.join(pages_of(report))} are those of {arguments.readme}.")
+        for path, text in updated(report, ROOT):
+            path.write_text(text)
+            print(f"The tables of {path} are those of {arguments.readme}.")
         return
     report = measure_all(arguments)
     print(*format_all(report), *format_missed(report), sep="\n")

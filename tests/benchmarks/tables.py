@@ -6,7 +6,15 @@ from statistics import mean, median
 
 from tests.benchmarks.results import Report, Result, pick, ratio
 
-__all__ = ["TITLES", "WORKS", "format_all", "format_gpu", "format_machine", "format_missed"]
+__all__ = [
+    "TITLES",
+    "WORKS",
+    "format_all",
+    "format_gpu",
+    "format_lanes",
+    "format_machine",
+    "format_missed",
+]
 
 WORKS = {
     "uniform": "uniform",
@@ -84,8 +92,6 @@ def format_all(report: Report) -> Iterator[str]:
     yield from format_sizes(report)
     yield from format_rest(report)
     yield from format_mapped(report)
-    yield from format_lanes(report)
-    yield from format_growth(report)
     yield from format_once(report)
     yield from format_cold_start(report)
     yield from format_memory(report)
@@ -97,7 +103,7 @@ def format_gpu(report: Report) -> Iterator[str]:
     yield ""
     yield from format_samples(report)
     yield from format_rest(report)
-    yield from format_lanes(report)
+    yield from format_steps_of_lanes(report)
     yield from format_counts(report)
 
 
@@ -238,6 +244,14 @@ def format_mapped(report: Report) -> Iterator[str]:
 
 
 def format_lanes(report: Report) -> Iterator[str]:
+    """Gives what the page shows of environments in great numbers."""
+    yield format_machine(report.machine)
+    yield ""
+    yield from format_steps_of_lanes(report)
+    yield from format_growth(report)
+
+
+def format_steps_of_lanes(report: Report) -> Iterator[str]:
     """Gives median, mean and longest call with thousands of environments, in milliseconds."""
     results = [r for r in report.results if r.section == "lanes"]
     rows = []

@@ -18,7 +18,7 @@ from tests.benchmarks.readme import PAGES
 from tests.benchmarks.results import Report
 from tests.benchmarks.sections import SECTIONS, run_section
 from tests.benchmarks.simulated_gpu import Counted, simulated_gpu
-from tests.benchmarks.tables import format_all, format_missed
+from tests.benchmarks.tables import format_all, format_lanes, format_missed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -65,7 +65,7 @@ def test_sides_take_turns_and_the_first_one_is_thrown_away():
 def test_a_section_can_be_told_and_kept(section, tmp_path):
     report = run_section(section, TINY)
     report.machine = {"processor": "x", "cores": 1, "architecture": "y", "system": "z"}
-    lines = [*format_all(report), *format_missed(report)]
+    lines = [*format_all(report), *format_missed(report), *format_lanes(report)]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report
     words = "| trl_storages |", "Cold start", "from a directory", "| lanes |"
@@ -80,7 +80,7 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
     command.main()
     assert "raw gather" in capsys.readouterr().out
-    for name in PAGES:
+    for name in PAGES["speed"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("Title\n\n<!-- speed: begin -->\n<!-- speed: end -->\n")
     monkeypatch.setattr(command, "ROOT", tmp_path)

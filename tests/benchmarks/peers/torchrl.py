@@ -93,17 +93,19 @@ class Prioritized(Uniform):
     """Flat observations; a sample is a draw and the update of its priorities."""
 
     def make(self, capacity: int) -> TensorDictPrioritizedReplayBuffer:
+        # The wheels have no tree of priorities for rows on a GPU.
         return TensorDictPrioritizedReplayBuffer(
             alpha=data.PRIORITY_ALPHA,
             beta=data.PRIORITY_BETA,
-            storage=LazyTensorStorage(capacity, device=self.device),
+            storage=LazyTensorStorage(capacity),
         )
 
     def sample(self, batch_size: int) -> TensorDictBase:
         batch = self.buffer.sample(batch_size)
-        batch.set("td_error", torch.linspace(0.1, 1, batch_size, device=self.device))
+        device = batch["action"].device
+        batch.set("td_error", torch.linspace(0.1, 1, batch_size, device=device))
         self.buffer.update_tensordict_priority(batch)
-        return batch
+        return batch.to(self.device)
 
 
 class Sequences(Uniform):
