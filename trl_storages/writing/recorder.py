@@ -94,7 +94,8 @@ class Recorder:
         staged.put(step)
         routing, was_reset = self._all_lanes, self._no_envs
         is_reset = is_repeated = self._no_envs
-        has_ends, mode = np.count_nonzero(staged.done) > 0, self.autoreset_mode
+        mode = self.autoreset_mode
+        has_ends = mode is not None and np.count_nonzero(staged.done) > 0
         follows_resets = mode is _NEXT_STEP and (has_ends or np.count_nonzero(self._phases) > 0)
         if follows_resets:
             is_reset, is_repeated = self._find_resets(staged)
