@@ -1,5 +1,6 @@
 """Interrupts by real signals, after which the loop continues, and workers that are killed."""
 
+import gc
 import multiprocessing
 import random
 import signal
@@ -17,6 +18,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:a transition does not begin"),
 ]
 NUM_SIGNALS = [200, pytest.param(20_000, marks=pytest.mark.search)]
+
+
+@pytest.fixture(autouse=True)
+def _no_finalizers_of_earlier_tests():
+    """Collects garbage before a test: Python only reports an interrupt within a finalizer."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Interrupter:
