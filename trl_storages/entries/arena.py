@@ -6,7 +6,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -210,14 +210,18 @@ class Arena:
         """Waits until all writes are on the disk."""
         self._map.flush()
 
-    def release(self, name: str, first: int, end: int) -> None:
-        """Releases the whole pieces within bytes `first` to `end` of an array."""
-        begin = -(-first // self.piece) * self.piece
-        size = end // self.piece * self.piece - begin
-        if size > 0 and CAN_RELEASE:
-            advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
-            with suppress(OSError):  # a file system without holes keeps the bytes
-                self._map.madvise(advice, self._starts[name] + begin, size)
+    def release(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Releases the whole pieces within `ranges` of bytes of an array."""
+        if not CAN_RELEASE:
+            return
+        piece, start = self.piece, self._starts[name]
+        advice = mmap.MADV_DONTNEED if self._file is None else mmap.MADV_REMOVE
+        with suppress(OSError):  # a file system without holes keeps the bytes
+            for first, end in ranges:
+                begin = -(-first // piece) * piece
+                size = end // piece * piece - begin
+                if size > 0:
+                    self._map.madvise(advice, start + begin, size)
 
 
 def _address(mapping: mmap.mmap) -> int:

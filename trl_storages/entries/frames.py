@@ -5,7 +5,7 @@ Letters as in `kernels.frames`, and N rows of a block, B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,32 +74,31 @@ class FrameEntries(HostEntries):
         for i in np.flatnonzero(needed > self._reserved_to[block.lanes]).tolist():
             lane, begin = int(block.lanes[i]), int(ends[i])
             end = min(int(needed[i]) + min(_MOST_RESERVED, self._H // 256), begin + self._H)
-            self._for_positions(self._arena.reserve, lane, begin, end)
+            self._reserve_positions(lane, begin, end)
             self._reserved_to[lane] = end
 
-    def _for_positions(
-        self, act: Callable[[str, int, int], None], lane: int, begin: int, end: int
-    ) -> None:
-        """Reserves or releases the memory of positions `begin` to `end` of a lane."""
-        for start, stop in self._in_ring(begin, end):
-            act("records", lane * self._H + start, lane * self._H + stop)
+    def _bytes_of(self, lane: int, begin: int, end: int) -> list[tuple[int, int]]:
+        """Returns one or two ranges of bytes of the rings for positions `begin` to `end` of a lane."""
+        first, base, H = begin % self._H, lane * self._H, self._H
+        stop = base + first + end - begin
+        if stop <= base + H:
+            return [(base + first, stop)]
+        return [(base + first, base + H), (base, stop - H)]
 
-    def _in_ring(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Returns the one or two ranges of bytes of a ring for positions `begin` to `end`."""
-        first, H = begin % self._H, self._H
-        stop = first + end - begin
-        return [(first, stop)] if stop <= H else [(first, H), (0, stop - H)]
+    def _reserve_positions(self, lane: int, begin: int, end: int) -> None:
+        for start, stop in self._bytes_of(lane, begin, end):
+            self._arena.reserve("records", start, stop)
 
     def _release_lanes(self, first: int, last: int) -> None:
         super()._release_lanes(first, last)
-        index, release = self._index, self._arena.release
+        index = self._index
         for lane in (first + np.flatnonzero(index.cursors[first:last])).tolist():
             newest = int(index.cursors[lane]) - 1
             steps = np.array([min(int(index.tails[lane]), newest), newest])
             oldest, tip = index.where[index.slots_of(lane, steps)].tolist()
             begin = int(self.entries[self.begin_of(oldest), 0]) >> frames.SHIFT
             self._reserved_to[lane] = end = frames.end_of(self.store, tip + 1)
-            self._for_positions(release, lane, end, begin + self._H)
+            self._arena.release("records", self._bytes_of(lane, end, begin + self._H))
 
     def begin_of(self, entry: int) -> int:
         """Returns the first entry that the step in an entry needs, which is a keyframe."""
@@ -112,22 +111,22 @@ class FrameEntries(HostEntries):
         Returns:
             the position of the first byte, and the bytes in one or two parts.
         """
-        words, ring = np.concatenate([part[:, 0].numpy() for part in parts]), self.records[lane]
+        words, records = np.concatenate([it[:, 0].numpy() for it in parts]), self.records.ravel()
         tip = (parts[-1][-1].data_ptr() - self.entries.ctypes.data) // self.entries.strides[0]
         end = frames.end_of(self.store, tip)
         # Entries that another process has overwritten in the meantime have later positions.
         begin = max(int(words.min()) >> frames.SHIFT, end - self._H)
-        return begin, [torch.from_numpy(ring[slice(*it)]) for it in self._in_ring(begin, end)]
+        ranges = self._bytes_of(lane, begin, end)
+        return begin, [torch.from_numpy(records[slice(*it)]) for it in ranges]
 
     def fill(self, lane: int, parts: Sequence[torch.Tensor], *records: Any) -> None:
         """Copies the entries of a lane, and their records; see `HostEntries.fill`."""
         super().fill(lane, parts)
         position, saved = records
         if self.is_in_file:
-            room = len(saved) + self._most_bytes
-            self._for_positions(self._arena.reserve, lane, 0, room)
+            self._reserve_positions(lane, 0, len(saved) + self._most_bytes)
         else:
-            self._for_positions(self._arena.release, lane, 0, self._H)
+            self._arena.release("records", self._bytes_of(lane, 0, self._H))
         first = lane * self._index.entries_per_lane
         frames.move_in(self.store, first, sum(map(len, parts)), position, saved)
 

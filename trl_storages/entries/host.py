@@ -5,7 +5,7 @@ Letters: N rows of a block, B batch; S, W as in `kernels.entries`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -143,7 +143,7 @@ class HostEntries:
             # From the last entry of the stream on; a stream continues at the beginning of its lane.
             begin, end, base = max(head - 1, 0), head + num_entries, lane * M
             for first, last in [(begin, end)] if end <= M else [(begin, M), (0, num_entries)]:
-                self._for_entries(self._arena.reserve, base + first, base + last)
+                self._reserve_entries(base + first, base + last)
         self._num_reserved = num_entries - need
 
     def _release(self) -> None:
@@ -156,17 +156,17 @@ class HostEntries:
         self._release_lanes(first, last)
 
     def _release_lanes(self, first: int, last: int) -> None:
-        unused = entries.find_unused(self._index.tables, first, last)
-        has_pieces = (
-            unused[:, 1] - unused[:, 0] >= self._arena.piece // self._entry_bytes["entries"]
-        )
-        for begin, end in unused[has_pieces].tolist():
-            self._for_entries(self._arena.release, begin, end)
+        self._release_entries(entries.find_unused(self._index.tables, first, last))
 
-    def _for_entries(self, act: Callable[[str, int, int], None], first: int, end: int) -> None:
-        """Reserves or releases the memory of entries `first` to `end`."""
+    def _release_entries(self, ranges: np.ndarray) -> None:
+        """Releases the memory of `ranges` `[n, 2]` of entries."""
         for name, size in self._entry_bytes.items():
-            act(name, first * size, end * size)
+            self._arena.release(name, (ranges * size).tolist())
+
+    def _reserve_entries(self, first: int, end: int) -> None:
+        """Reserves room for entries `first` to `end`."""
+        for name, size in self._entry_bytes.items():
+            self._arena.reserve(name, first * size, end * size)
 
     def begin_of(self, entry: int) -> int:
         """Returns the first entry that the step in an entry needs."""
@@ -190,9 +190,9 @@ class HostEntries:
         M = self._index.entries_per_lane
         first = lane * M
         if self.is_in_file:
-            self._for_entries(self._arena.reserve, first, first + sum(map(len, parts)))
+            self._reserve_entries(first, first + sum(map(len, parts)))
         else:
-            self._for_entries(self._arena.release, first, first + M)
+            self._release_entries(np.array([[first, first + M]]))
         for part in parts:
             self.entries[first : first + len(part)] = part.numpy()
             first += len(part)

@@ -115,23 +115,24 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
     cursors, T, S = index.lanes[:, CURSOR], index.num_steps, O + (k - 1) * F
     tips, last, L = np.empty(len(lanes), np.int64), np.empty((1, S), np.int64), len(lanes)
     distance = min(_DISTANCE, L)
-    for turn in range(L + 2 * distance):
-        if turn < L:
-            slot = lanes[turn] * T + (cursors[lanes[turn]] - 1) % T
+    for m in range(-distance, L):
+        if m + distance < L:
+            e = lanes[m + distance]
+            slot = e * T + (cursors[e] - 1) % T
             # The write continues in these tables, at the next slot.
             prefetch(index.where, slot)
             prefetch(index.episode, slot)
             prefetch(index.ends, slot)
             prefetch(index.priorities, slot)
-        m = turn - distance
-        if 0 <= m < L:
+        if m >= 0:
             e = lanes[m]
             slot = e * T + (cursors[e] - 1) % T
-            # The last entry of the stream, and the next one, which the write fills.
             tips[m] = index.where[slot] + 1 if cursors[e] > 0 else -1
-            prefetch(entries, max(tips[m], 0), 0, 2 * entries.shape[1] * 8)
             prefetch(index.spans, e, index.episode[slot] * 16, index.episode[slot] * 16 + 32)
-        m = turn - 2 * distance
+    for m in range(-distance, L):
+        if m + distance < L:
+            # The last entry of the stream, and the next one, which the write fills.
+            prefetch(entries, max(tips[m + distance], 0), 0, 2 * entries.shape[1] * 8)
         if m >= 0:
             if tips[m] >= 0:
                 for j in range(k - 1):
