@@ -93,20 +93,6 @@ def _compare_row(
     return SEPARATE if continues else DISCONTINUITY
 
 
-@inlined
-def _compare_rows(
-    before: Any, p: int, words: Any, begin: int, stop: int, S: int, first: int, end: int, kinds: Any
-) -> None:
-    """Compares rows `begin` to `stop` of a lane; the first one with `before[p, :S]` unless p is -1."""
-    for i in range(begin, stop):
-        if i > begin:
-            kinds[i] = _compare_row(words, i - 1, words.shape[1] - S, words, i, S, first, end)
-        elif p >= 0:
-            kinds[i] = _compare_row(before, p, 0, words, i, S, first, end)
-        else:
-            kinds[i] = DISCONTINUITY
-
-
 @loop
 def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds: Any) -> None:
     """Compares the observations `words` `[N, 2 S + W - O]` of a block with those before them."""
@@ -114,7 +100,7 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
     F, O, first, end, _ = sizes
     cursors, T, S = index.lanes[:, CURSOR], index.num_steps, O + (k - 1) * F
     tips, last, L = np.empty(len(lanes), np.int64), np.empty((1, S), np.int64), len(lanes)
-    distance = min(_DISTANCE, L)
+    distance, next_word = min(_DISTANCE, L), words.shape[1] - S
     for m in range(-distance, L):
         if m + distance < L:
             e = lanes[m + distance]
@@ -138,8 +124,13 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
                 for j in range(k - 1):
                     copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
                 copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
-            p = min(tips[m], 0)
-            _compare_rows(last, p, words, offsets[m], offsets[m + 1], S, first, end, kinds)
+            for i in range(offsets[m], offsets[m + 1]):
+                if i > offsets[m]:
+                    kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
+                elif tips[m] >= 0:
+                    kinds[i] = _compare_row(last, 0, 0, words, i, S, first, end)
+                else:
+                    kinds[i] = DISCONTINUITY
 
 
 @loop
@@ -148,10 +139,16 @@ def compare_with_tips(
 ) -> None:
     """Compares a block with copies `tips` `[E, S]` of the last observations of streams; see `compare`."""
     index, size, S = Index(*tables), Sizes(*sizes), tips.shape[1]
+    next_word = words.shape[1] - S
     for m in range(len(lanes)):
-        p = lanes[m] if index.lanes[lanes[m], CURSOR] > 0 else -1
-        begin, end = offsets[m], offsets[m + 1]
-        _compare_rows(tips, p, words, begin, end, S, size.first, size.end, kinds)
+        e = lanes[m]
+        for i in range(offsets[m], offsets[m + 1]):
+            if i > offsets[m]:
+                kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, size.first, size.end)
+            elif index.lanes[e, CURSOR] > 0:
+                kinds[i] = _compare_row(tips, e, 0, words, i, S, size.first, size.end)
+            else:
+                kinds[i] = DISCONTINUITY
 
 
 @loop
