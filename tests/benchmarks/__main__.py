@@ -89,7 +89,7 @@ def measure_all(arguments: argparse.Namespace) -> Report:
     """Runs the sections that were asked for, for each number of threads."""
     threads = arguments.threads or ([1] if arguments.quick else [1, 2])
     report = Report(machine=describe_machine(), left_out=missing_peers(arguments.peers))
-    report.machine |= {"device": "cpu"}
+    report.machine |= {"device": "cpu", "clock": arguments.clock}
     print(*report.left_out, sep="\n", end="", file=sys.stderr)
     for number in threads:
         plan = plan_of(arguments, number)

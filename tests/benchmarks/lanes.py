@@ -31,7 +31,8 @@ POOL, TIMES = 16, 12
 def lanes(plan: Plan) -> Iterator[Result]:
     """Writes of `[E, 1]`, large draws, and a loop as in FastTD3: a write and two draws.
 
-    The rounds are single calls, so that the longest one is among them.
+    The sides take turns of one call, which leaves caches as cold as an agent does. The rounds are
+    single calls, so that the longest one is among them.
     """
     for num_lanes in NUM_LANES:
         with tempfile.TemporaryDirectory() as directory:

@@ -5,6 +5,7 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -103,7 +104,6 @@ class Report:
 
 def describe_machine() -> dict[str, str | int]:
     """Names processor, cores, memory and versions; nothing that tells whose machine it is."""
-    installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     machine: dict[str, str | int] = {
         "processor": processor(),
         "cores": os.cpu_count() or 0,
@@ -111,7 +111,10 @@ def describe_machine() -> dict[str, str | int]:
         "system": platform.system(),
         "python": platform.python_version(),
     }
-    versions = {name: installed[name] for name in DISTRIBUTIONS if name in installed}
+    versions = {}
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return machine | {"trl_storages": trl_storages.__version__} | versions
 
 
