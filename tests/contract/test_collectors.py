@@ -2,12 +2,10 @@
 
 import inspect
 import multiprocessing
-import random
 import warnings
 
 import pytest
 import torch
-from contract.lanes import Lanes
 from contract.make import assemble, make, make_for
 from contract.steps import Player, assert_same, ids_of, rows
 from tally_env import LENGTHS, TallyEnv, tally
@@ -144,13 +142,19 @@ class TestCollector:
 
     @pytest.mark.requirement("flat-batches")
     @pytest.mark.parametrize("num_envs", [2, 3])
-    def test_flat_batches_store_the_same_episodes(self, place, num_envs):
-        square, flat, by_time = (tally_storage(num_envs, 600, place=place) for _ in range(3))
+    @pytest.mark.parametrize("num_steps", [40, 200])
+    def test_flat_batches_store_the_same_episodes(self, place, num_envs, num_steps):
+        square, flat, by_time = (
+            tally_storage(num_envs, num_steps * num_envs, place=place) for _ in range(3)
+        )
         for data in collected(num_envs):
             square.extend(data)
             flat.extend(data.reshape(-1))
             by_time.extend(data.transpose(0, 1).reshape(-1))
-        assert structure(flat) == structure(by_time) == structure(square)
+        assert structure(flat) == structure(square)
+        # Trajectories that come time first may go to other lanes, and be evicted at other times.
+        if not square.is_full:
+            assert structure(by_time) == structure(square)
 
     @pytest.mark.requirement("flat-batches")
     @pytest.mark.parametrize("num_lanes", [1, 2])
@@ -241,30 +245,23 @@ class TestProcesses:
         numbers = torch.cat([ids_of(block) for block in blocks]).tolist()
         assert lengths(storage) == dict(zip(numbers, expected, strict=True))
 
-    def test_a_process_that_is_spawned_counts_on(self):
-        storage, players = make().share(), [Player(0), Player(1)]
+    @pytest.mark.parametrize(
+        ("method", "kind"), [("forkserver", "uniform"), ("spawn", "prioritized")]
+    )
+    def test_a_process_that_is_spawned_counts_on(self, method, kind, start_processes_by):
+        start_processes_by(method)
+        storage, players = make(kind).share(), [Player(0), Player(1)]
         storage.extend(rows(players[0].play([], 3)))
         blocks = rows(players[1].play([], 4)), rows(players[0].play([], 2))
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(method)
         child = context.Process(target=storage.extend, args=blocks[:1])
         child.start()
         storage.extend(blocks[1])  # before the child has begun, which takes longer
-        child.join(60)
-        assert child.exitcode == 0
-        assert len(storage) == storage.write_count == 9
-        storage.validate()
-
-    def test_a_shared_storage_in_a_spawned_process(self, start_processes_by):
-        start_processes_by("spawn")
-        storage, player = make("prioritized", size=12).share(), Player()
-        storage.extend(rows(player.play([4])))
-        steps = rows(player.play([], 3))
-        child = multiprocessing.get_context("spawn").Process(target=storage.extend, args=(steps,))
-        child.start()
         child.join(300)
         assert child.exitcode == 0
-        assert len(storage) == storage.write_count == 7
-        assert_same(storage[4:], steps)
+        assert len(storage) == storage.write_count == 9
+        assert_same(storage[5:], blocks[0])
+        storage.validate()
 
     def test_priorities_and_emptying_in_a_shared_storage(self):
         storage, player = make("prioritized", size=12, beta=1.0, alpha=1.0), Player()
@@ -390,31 +387,6 @@ class TestGaps:
         numbers = torch.cat([ids_of(block).flatten() for block in blocks]).tolist()
         assert lengths(storage) == dict(zip(numbers, [3, 2, 1] * 6, strict=True))
 
-    @pytest.mark.filterwarnings("ignore:.*end_episodes:UserWarning")
-    @pytest.mark.parametrize("seed", range(12))
-    def test_they_are_cut_wherever_observations_say_so(self, place, seed):
-        """Gaps at any step of any lane, within blocks and between them, beside true ends."""
-        draw = random.Random(seed)
-        storage = self.make(place, size=200, on_gap="cut")
-        players, written = [Player(0), Player(1)], [[], []]
-        for _ in range(4):
-            num_steps = draw.randint(1, 6)
-            for player, steps in zip(players, written, strict=True):
-                for _ in range(num_steps):
-                    if draw.random() < 0.2:
-                        player.jump()
-                    steps.append(player.step(draw.choice(["", "", "", "terminated", "truncated"])))
-            storage.extend(torch.stack([rows(steps[-num_steps:]) for steps in written]))
-        expected = {}
-        for steps in written:
-            following = 0
-            for at in reversed(range(len(steps))):
-                goes_on = at + 1 < len(steps) and not steps[at].end
-                goes_on = goes_on and steps[at + 1].id == steps[at].id + 1
-                following = following + 1 if goes_on else 1
-                expected[steps[at].id] = following
-        assert lengths(storage) == expected
-
     @pytest.mark.parametrize("num_steps", [8, 60])
     def test_flat_blocks_of_several_environments_without_ids_raise(self, place, num_steps):
         storage = self.make(place, lanes=1, size=40)
@@ -458,15 +430,6 @@ class TestGaps:
             storage.extend(self.streams(players))
         assert sorted(lengths(storage).values()) == sorted([6, 5, 4, 3, 2, 1, 3, 2, 1] * 2)
 
-    def test_a_gap_within_a_block(self):
-        storage, player = self.make(lanes=1), Player()
-        steps = player.play([], 3)
-        player.jump()
-        steps += player.play([], 2)
-        with pytest.warns(UserWarning, match="end_episodes"):
-            storage.extend(rows(steps))
-        assert list(dict(sorted(lengths(storage).items())).values()) == [3, 2, 1, 2, 1]
-
     @pytest.mark.requirement("flat-batches")
     @pytest.mark.parametrize("flat", [False, True])
     def test_a_second_collector_counts_its_trajectories_from_0_again(self, flat):
@@ -493,30 +456,6 @@ class TestGaps:
 
 
 # Flat batches and entries without a field
-
-
-@pytest.mark.requirement("flat-batches")
-@pytest.mark.parametrize("seed", range(25))
-def test_flat_batches_of_any_streams(seed):
-    """The episodes of [E, T], found by their trajectories alone."""
-    draw = random.Random(seed)
-    by_time = seed % 2
-    # Trajectories that come time first may go to other lanes, and be evicted at other times.
-    lanes, places = draw.randint(2, 4), 50 if by_time else draw.randint(2, 9)
-    options = {"n_step": 1000, "discount": 1.0, "lanes": lanes, "size": lanes * places}
-    square, flat = (make("n-step", **options) for _ in range(2))
-    streams, seen = Lanes(lanes * places, lanes), []
-    for _ in range(draw.randint(1, 5)):
-        share, num_steps = draw.choice([0.1, 0.3, 0.6]), draw.randint(1, 7)
-        flags = [[draw.random() < share for _ in range(num_steps)] for _ in range(lanes)]
-        data = streams.steps(flags)
-        # A trajectory is known by its first observation, which the desired goal tells.
-        data["collector", "traj_ids"] = data["desired_goal"][..., 0].long()
-        assert square.extend(data).shape == (lanes, num_steps)
-        index = flat.extend(data.transpose(0, 1).reshape(-1) if by_time else data.reshape(-1))
-        assert index.shape == (lanes * num_steps,)
-        seen = [sorted(lengths(storage).items()) for storage in (square, flat)]
-        assert seen[0] == seen[1]
 
 
 @pytest.mark.requirement("flat-batches")
