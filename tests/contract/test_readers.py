@@ -15,7 +15,16 @@ from contract import writers
 from contract.make import DISCOUNT, library, make
 from contract.model import assert_folds, folded
 from contract.steps import Transition, ids_of, write
-from contract.writers import LANES, Script, assert_kept, found, opened, write_on, writing
+from contract.writers import (
+    LANES,
+    Script,
+    assert_kept,
+    found,
+    opened,
+    prefer_one,
+    write_on,
+    writing,
+)
 from torchrl.data import RandomSampler
 
 pytestmark = [
@@ -231,13 +240,10 @@ class TestOneAtATime:
         write_on(storage, Script(0), written, 9)
         reader = opened(tmp_path, STEPS, "prioritized", mode="r")
         for _ in range(3):
-            batch = storage.sample(256)
-            ids = ids_of(batch)
-            batch["td_error"] = torch.where(ids == ids[0], 1e9, 1e-3)
-            storage.update_tensordict_priority(batch)
-            assert {*ids_of(reader.sample(64)).tolist()} == {int(ids[0])}
+            preferred = prefer_one(storage)
+            assert {*ids_of(reader.sample(64)).tolist()} == {preferred}
         # New rows have the largest, also before the writer looks at them.
-        storage.update_tensordict_priority(batch, 2 * batch["td_error"])
+        storage.update_priority(storage.episodes.live_slots(), 2e9)
         write_on(storage, Script(1, 9000), written, 1)
         assert torch.equal(reader.sampler.priorities, storage.sampler.priorities)
 
@@ -247,12 +253,10 @@ class TestOneAtATime:
         reader = opened(tmp_path, STEPS, "prioritized", mode="r")
         reader.sampler.refresh_ms = 1e9
         reader.sample()
-        batch = storage.sample(256)
-        batch["td_error"] = torch.where(ids_of(batch) == ids_of(batch)[0], 1e9, 1e-3)
-        storage.update_tensordict_priority(batch)
+        preferred = prefer_one(storage)
         assert len({*ids_of(reader.sample(64)).tolist()}) > 1
         reader.sampler.refresh_ms = 0
-        assert {*ids_of(reader.sample(64)).tolist()} == {int(ids_of(batch)[0])}
+        assert {*ids_of(reader.sample(64)).tolist()} == {preferred}
 
     def test_it_writes_nothing(self, tmp_path):
         storage, written = opened(tmp_path, STEPS, "prioritized"), [[], []]

@@ -18,9 +18,19 @@ from typing import Any
 
 import torch
 from contract.make import make
-from contract.steps import Player, Transition, assert_same, rows, write
+from contract.steps import Player, Transition, assert_same, ids_of, rows, write
 
-__all__ = ["LANES", "Script", "Writer", "assert_kept", "found", "opened", "write_on", "writing"]
+__all__ = [
+    "LANES",
+    "Script",
+    "Writer",
+    "assert_kept",
+    "found",
+    "opened",
+    "prefer_one",
+    "write_on",
+    "writing",
+]
 
 LANES = 2
 #: Of what is written: the fixture `layout` sets it.
@@ -193,3 +203,12 @@ def write_on(storage: Any, script: Script, lanes: list[list[Transition]], num_bl
         write(storage, script.block(number), LAYOUT)
         for lane, steps in zip(lanes, script.block(number), strict=True):
             lane += steps
+
+
+def prefer_one(storage: Any) -> int:
+    """Updates priorities such that only one transition is sampled; returns its id."""
+    batch = storage.sample(256)
+    ids = ids_of(batch)
+    batch["td_error"] = torch.where(ids == ids[0], 1e9, 1e-3)
+    storage.update_tensordict_priority(batch)
+    return int(ids[0])
