@@ -68,8 +68,13 @@ class Model:
 
     def empty(self, keep_steps: int = 0) -> None:
         """Forgets all but the last steps of each lane."""
-        for lane, steps in enumerate(self.lanes):
-            self._emptied[lane] = len(steps) - min(keep_steps, len(self.live_of(lane)))
+        for lane in range(len(self.lanes)):
+            self.evict(lane, min(keep_steps, len(self.live_of(lane))))
+
+    def evict(self, lane: int, keep_steps: int) -> None:
+        """Forgets all but the last steps of a lane, which holds as many."""
+        assert keep_steps <= len(self.live_of(lane))
+        self._emptied[lane] = len(self.lanes[lane]) - keep_steps
 
     # What is there
 

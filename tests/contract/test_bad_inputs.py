@@ -153,6 +153,7 @@ MESSAGES = {
     "a shape": r"'action' must be .* \[2\], got \[5\]",
     "flags of agents": "combine them",
     "no truncated": "add_truncated_keys",
+    "record flags of one": "num_envs=2, got 1",
 }
 
 
@@ -424,9 +425,6 @@ def test_options_of_ready_made_storages(name):
 
 SPACES = spaces()
 PARTS = {
-    "no space": lambda: library.UniformReplayStorage(5, SPACES[1]),
-    "a text": lambda: library.UniformReplayStorage(gymnasium.spaces.Text(3), SPACES[1]),
-    "an empty dict": lambda: library.UniformReplayStorage(gymnasium.spaces.Dict({}), SPACES[1]),
     "no storage": lambda: library.ReplayStorage(storage=5),
     "an option of a part that is not made": lambda: make(discount=5.0),
     "a class as sampler": lambda: assemble(sampler=5),
@@ -496,19 +494,6 @@ def test_hindsight_needs_goals():
     box = gymnasium.spaces.Box(-1, 1, (3,))
     with pytest.raises(KeyError, match="desired_goal"):
         library.HERReplayStorage(box, box, reward_fn=reward_fn)
-
-
-@pytest.mark.parametrize("kind", ["uniform", "prioritized", "recency", "all"])
-def test_an_empty_storage_says_what_is_missing(place, kind):
-    storage = make(kind, place=place)
-    for _ in range(2):
-        assert not storage.can_sample()
-        for draw in (storage.sample, partial(storage.sample_episodes, 1)):
-            with pytest.raises(RuntimeError, match="write"):
-                draw()
-        storage.extend(rows(Player().play([4])))
-        assert storage.can_sample()
-        storage.empty()
 
 
 @pytest.mark.parametrize("name", ["register_save_hook", "register_load_hook"])

@@ -95,32 +95,12 @@ class TestLiveParameters:
             ):
                 assert any(goal in lanes.goals(step, name) for name in names)
 
-    def test_alpha_and_beta(self):
-        storage, lanes = self.make("prioritized", beta=1.0)
-        batch = storage.sample()
-        storage.update_tensordict_priority(batch, batch["next", "reward"].abs() + 0.1)
-        storage.beta = 0.0
-        assert (storage.sample()["priority_weight"] == 1).all()
-        storage.beta = 1.0
-        assert (storage.sample()["priority_weight"] < 1).any()
-        storage.alpha = 0.0
-        assert (storage.sample()["priority_weight"] == 1).all()
-        counts = Counter(number for _ in range(30) for number in ids_of(storage.sample()).tolist())
-        assert stats.chisquare([counts[step.id] for step in lanes.live()]).pvalue > 1e-4
-
     def test_eta_and_c_min(self):
         storage, lanes = self.make("recency", eta=0.9, c_min=3)
         for eta, c_min, size in ((0.9, 3, 3), (0.9, 8, 8), (1.0, 3, 27), (0.99, 1, 1)):
             storage.eta, storage.c_min = eta, c_min
             storage.sampler.begin_phase(1)
             assert set(lanes.of(storage.sample(600))) == set(lanes.newest(size))
-
-    def test_the_reward_function(self):
-        relabel = GoalRelabel(reward_fn, info_keys=["effort"])
-        storage = assemble(40, sampler=HERSampler(num_goals=math.inf), transform=relabel)
-        Lanes(40).write(storage, [ends([5, 9])])
-        relabel.reward_fn = lambda achieved, goal, _: torch.full((len(goal),), 7.0)
-        assert (storage.sample()["next", "reward"] == 7).all()
 
 
 @pytest.mark.requirement("episodes")
@@ -133,20 +113,9 @@ def test_whole_episodes_are_drawn_uniformly(history):
         with pytest.raises(RuntimeError, match="complete episode"):
             storage.sample_episodes(3)
         return
-    batch = storage.sample_episodes(60 * len(whole))
-    mask = batch["collector", "mask"]
-    counts = Counter(ids_of(batch)[:, 0].tolist())
+    counts = Counter(ids_of(storage.sample_episodes(60 * len(whole)))[:, 0].tolist())
     assert set(counts) == set(whole)
     assert len(whole) == 1 or stats.chisquare([*counts.values()]).pvalue > 1e-4
-    assert batch.shape == (60 * len(whole), max(map(len, whole.values())))
-    for episode, is_there in zip(batch, mask, strict=True):
-        expected = rows(whole[int(ids_of(episode)[0])])
-        assert int(is_there.sum()) == len(expected)
-        assert_same(episode[: len(expected)], expected)
-        padding = episode.exclude("index", "index_generation", ("collector", "mask"))[
-            len(expected) :
-        ]
-        assert not any(value.any() for value in padding.values(True, True))
     for _ in range(9):  # most are cut
         lanes.end_episodes(storage)
         lanes.write(storage, [[False]] * history.lanes)
@@ -156,25 +125,6 @@ def test_whole_episodes_are_drawn_uniformly(history):
 
 @pytest.mark.requirement("slices")
 class TestSlices:
-    @each_history
-    def test_in_time_order(self, history):
-        storage = assemble(history.size, history.lanes)
-        lanes = history.write(storage)
-        found = ids_of(storage[:]).tolist()
-        assert sorted(found) == sorted(step.id for step in lanes.live())
-        for lane in range(history.lanes):
-            expected = [step.id for step in lanes.live_of(lane)]
-            assert [number for number in found if number in expected] == expected
-        assert ids_of(storage[2:5]).tolist() == found[2:5]
-        assert ids_of(storage[-3:]).tolist() == found[-3:]
-
-    def test_a_slice_may_be_written_elsewhere(self):
-        history = HISTORIES["wrapped"]
-        storage, other = assemble(history.size), assemble(history.size)
-        history.write(storage)
-        other.extend(storage[:])
-        assert_same(other[:], storage[:])
-
     def test_fields_of_the_step_may_be_rewritten(self, place):
         """Rewards of a learned model; never flags or observations."""
         storage, lanes = assemble(24, 2, place=place), Lanes(24, 2)
@@ -260,19 +210,6 @@ class TestEmpty:
         for one, other in zip(*batches, strict=True):
             assert_batches(one, other)
 
-    @pytest.mark.parametrize("keep_steps", [1, 3, 99])
-    def test_the_last_steps_of_each_lane_stay(self, place, keep_steps):
-        history = HISTORIES["unequal fill"]
-        storage = assemble(history.size, history.lanes, place=place)
-        lanes = history.write(storage)
-        storage.empty(keep_steps=keep_steps)
-        kept = [step for lane in (0, 1) for step in lanes.live_of(lane)[-keep_steps:]]
-        assert sorted(ids_of(storage[:]).tolist()) == sorted(step.id for step in kept)
-        fill = [sum(step.lane == lane for step in kept) for lane in (0, 1)]
-        assert storage.episodes.fill.tolist() == fill
-        lanes.write(storage, [[False, False]] * 2)
-        assert len(storage) == min(len(kept) + 4, 24)
-
 
 @pytest.mark.requirement("generation")
 @pytest.mark.parametrize(("num_batches", "epochs"), [(5, 1), (2, 3), (0, 2), (3, 0)])
@@ -322,17 +259,6 @@ def test_an_iteration_ends_with_the_epoch(prefetch, has_goals):
     storage.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         storage.sample()
-
-
-def test_only_the_named_lanes_are_cut(place):
-    storage, lanes = assemble(40, 2, place=place), Lanes(40, 2)
-    for named, length in ((None, 2), ([1], 3), ([False, True], 4)):
-        if named:
-            storage.end_episodes(named)
-        lanes.write(storage, [ends([], length)] * 2)
-    listed = storage.episodes.table()
-    assert listed["lane"].tolist() == [0, 1, 1, 1]
-    assert listed["length"].tolist() == [9, 2, 3, 4]
 
 
 class Tripled(Transform):

@@ -245,19 +245,6 @@ class TestRefused:
         with pytest.raises(ValueError, match="autoreset_mode"):
             storage.record(before, np.ones(n, np.int64), *outcome, after)
 
-    def test_values_for_another_number_of_environments(self):
-        two, three = (
-            SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=AutoresetMode.DISABLED)
-            for num_envs in (2, 3)
-        )
-        storage = make_for(two, size=90)
-        with pytest.raises(ValueError, match="num_envs=2, got 3"):
-            storage.record(*self.step_that_ends(three))
-        seen, _ = CountingEnv().reset()
-        with pytest.raises(ValueError, match="terminateds"):
-            storage.record(seen, 1, 0.0, False, False, {}, seen)
-        assert len(storage) == 0
-
 
 SPACES = {
     "floats": spaces.Box(-1, 1, (2, 3), np.float64),
@@ -302,23 +289,6 @@ def test_observations_of_every_space(name, place):
         assert before.dtype == after.dtype == expected.dtype
         assert torch.equal(before, expected[:-1])
         assert torch.equal(after, expected[1:])
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Text(3),
-        spaces.Sequence(_THREE),
-        spaces.Graph(_THREE, _THREE),
-        spaces.OneOf([_THREE, _THREE]),
-        spaces.Dict({}),
-        spaces.Dict({"a": spaces.Text(3)}),
-    ],
-    ids=str,
-)
-def test_spaces_without_a_fixed_layout_are_refused(space):
-    with pytest.raises((TypeError, ValueError)):
-        make_of(space, _THREE)
 
 
 class TestValues:

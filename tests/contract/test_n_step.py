@@ -51,55 +51,9 @@ class TestAlone:
             3: (8.0, True, 1, 4),
         }
 
-    @pytest.mark.requirement("live-parameters")
-    def test_changed_between_samples(self):
-        history = HISTORIES["wrapped"]
-        storage = assemble(history.size, transform=NStep(3, 0.9))
-        lanes = history.write(storage)
-        for n_step, discount in ((3, 0.9), (7, 0.9), (1, 0.9), (2, 1.0), (2, 0.0)):
-            storage.n_step, storage.discount = n_step, discount
-            assert_folded(storage.sample(30), lanes, n_step, discount)
-
-    def test_batches_are_copies(self):
-        history = HISTORIES["lanes"]
-        storage = assemble(history.size, history.lanes, transform=NStep(4, 0.9))
-        lanes = history.write(storage)
-        for _ in range(20):
-            for leaf in storage.sample(32).values(True, True):
-                leaf.zero_()
-        assert_folded(storage.sample(32), lanes, 4, 0.9)
-
-    @pytest.mark.requirement("sequences")
-    def test_every_row_of_a_sequence_is_folded(self):
-        history = HISTORIES["lanes"]
-        unit = library.EpisodeSequence(3, burn_in=1)
-        storage = assemble(history.size, history.lanes, transform=NStep(3, 0.9), sample_unit=unit)
-        lanes = history.write(storage)
-        assert_folded(storage.sample(10), lanes, 3, 0.9)
-
 
 @pytest.mark.requirement("her-n-step")
 class TestHindsight:
-    @each_history
-    @pytest.mark.parametrize("ends", [None, terminated_fn], ids=["stored flags", "terminated_fn"])
-    @pytest.mark.parametrize("n_step", [1, 4])
-    @pytest.mark.requirement("her-terminated")
-    def test_one_goal_for_the_window(self, history, ends, n_step):
-        relabel = GoalRelabel(reward_fn, terminated_fn=ends, info_keys=["effort"])
-        storage = assemble(
-            history.size,
-            history.lanes,
-            sampler=HERSampler("future", 2),
-            transform=[relabel, NStep(n_step, 0.9)],
-        )
-        lanes = history.write(storage)
-        batch = storage.sample(30)
-        assert int(batch["her_mask"].sum()) == 20
-        for step, goal in zip(lanes.of(batch), batch["desired_goal"], strict=True):
-            if goal[1] == 1:
-                assert lanes.reaching(goal.unsqueeze(0))[0] in lanes.onward(step)
-        assert_folded(batch, lanes, n_step, 0.9, ends)
-
     def test_by_hand(self):
         """Six steps along a line to the goal of all: 0 is paid there, and -1 before."""
         relabel = GoalRelabel(

@@ -76,10 +76,12 @@ class TestRelabel:
         assert not [*relabel.parameters()]
         expected.load_state_dict(storage.state_dict())
 
-    def test_stored_transitions_are_unchanged(self):
+    @pytest.mark.parametrize("n_step", [1, 3])
+    def test_stored_transitions_are_unchanged(self, n_step):
         storage, _ = self.filled(
             lambda achieved, *_: torch.ones(len(achieved)), lambda a, d, _: a[:, 0] > 4
         )
+        storage.append_transform(NStep(n_step))
         before = storage[:]
         for _ in range(200):
             for leaf in storage.sample(30).values(True, True):

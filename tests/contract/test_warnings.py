@@ -61,6 +61,13 @@ def test_priorities_that_are_never_updated_are_reported_once():
         storage.sample()
 
 
+def test_priorities_that_are_updated_once_are_not_reported():
+    storage = assemble(64, sampler=library.PERSampler(64), batch_size=2)
+    storage.update_priority(storage.extend(steps(0)), 1.0)
+    for _ in range(1001):
+        storage.sample()
+
+
 def test_storage_larger_than_the_memory_of_the_machine_is_reported_once_at_the_first_write():
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     storage = assemble(pages // 80_000 * 2)
