@@ -140,13 +140,12 @@ def test_infos_and_further_fields_reach_the_reward_function(place):
 class TestFrameStacks:
     """Stacks of three frames [3, 2], of which each frame is stored once."""
 
-    def play(self, lengths, history):
-        """[N] rows whose stacks begin with frames of `history`: "same" or "own"."""
+    def play(self, lengths):
+        """[N] rows of episodes whose first frame is repeated."""
         number, blocks = 0, []
         for length in lengths:
             frames = torch.arange(number, number + length + 1).float()
-            past = frames[:1].expand(2) if history == "same" else frames[:1] + 0.5 * torch.rand(2)
-            frames = torch.cat([past, frames]).unsqueeze(1).expand(-1, 2)
+            frames = torch.cat([frames[:1].expand(2), frames]).unsqueeze(1).expand(-1, 2)
             stacks = frames.unfold(0, 3, 1).transpose(1, 2)
             done = torch.arange(length).unsqueeze(1) == length - 1
             block = {
@@ -164,24 +163,6 @@ class TestFrameStacks:
             blocks.append(TensorDict(block, [length]).clone())
             number += length + 1
         return torch.cat(blocks)
-
-    @pytest.mark.requirement("stored-once")
-    @pytest.mark.parametrize("history", ["same", "own"])
-    def test_whole_stacks_are_read_also_over_n_steps(self, place, history):
-        storage = make("n-step", place=place, layout="frames", size=24)
-        data = self.play([4, 1, 7, 5, 3, 2, 9], history)
-        for block in data.split(5):
-            storage.extend(block)
-        batch, first = storage.sample(200), len(data) - 24
-        newest = data["observation"][:, -1, 0].tolist()
-        assert len(storage) == 24
-        assert batch["observation"].shape == (200, 3, 2)
-        for row in batch:
-            at = newest.index(row["observation"][-1, 0].item())
-            assert at >= first
-            assert torch.equal(row["observation"], data["observation"][at])
-            last = at + row["steps_to_next_obs"].item() - 1
-            assert torch.equal(row["next", "observation"], data["next", "observation"][last])
 
     def test_they_stay_whole_where_memory_is_given_back(self, place):
         box = gymnasium.spaces.Box(-np.inf, np.inf, (3, 512))
@@ -261,7 +242,7 @@ class TestFrameStacks:
     def test_a_reset_that_nobody_told_of(self, place, jump):
         """Also if the frame after it is the newest one before it."""
         storage = make(place=place, layout="frames", size=24)
-        data, later = self.play([4], "same"), self.play([3], "same")
+        data, later = self.play([4]), self.play([3])
         for branch in (later, later["next"]):
             branch["observation"] += data["next", "observation"].max() + jump
         data["next", "done"] = data["next", "terminated"] = torch.zeros(4, 1, dtype=torch.bool)
@@ -273,7 +254,7 @@ class TestFrameStacks:
     @pytest.mark.requirement("refused-is-unchanged")
     def test_a_next_stack_that_is_not_moved_by_one_frame_is_refused(self):
         storage = make(layout="frames", size=24)
-        data = self.play([4], "same")
+        data = self.play([4])
         data["next", "observation"][2, 0] += 9
         with pytest.raises(ValueError, match="observation"):
             storage.extend(data)

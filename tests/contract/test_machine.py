@@ -99,8 +99,7 @@ class Machine(RuleBasedStateMachine):
         if luck.random() < 0.3:
             least = LEAST_ENTRIES.get(self.layout, 7)
             self.max_entries = self.num_lanes * luck.randint(least, least + num_steps)
-        # Stacks of frames continue, or begin an episode.
-        self.on_gap = "cut" if self.layout.endswith("frames") else luck.choice(["cut", "ignore"])
+        self.on_gap = luck.choice(["cut", "ignore"])
         self.has_trajectories = luck.random() < 0.5
         self.model = Model(self.num_lanes, num_steps, self.on_gap)
         #: As they were handed back, and the largest so far.
@@ -154,7 +153,7 @@ class Machine(RuleBasedStateMachine):
             event = luck.random()
             if event < 0.05:
                 self.reset(lane)
-            elif event < 0.1 and not self.layout.endswith("frames"):
+            elif event < 0.1:
                 player.jump()
             end = luck.choice(["terminated", "truncated"]) if luck.random() < share else ""
             step = player.step(end, is_seen_again=luck.random() < 0.2)
@@ -240,7 +239,7 @@ class Machine(RuleBasedStateMachine):
         self.storage.end_episodes(luck.choice([lanes, mask] + [None] * all(mask)))
         self.model.cut(lanes)
         for lane in lanes:
-            if self.layout.endswith("frames") or luck.random() < 0.5:
+            if luck.random() < 0.5:
                 self.reset(lane)
         self.look()
 
@@ -249,9 +248,6 @@ class Machine(RuleBasedStateMachine):
         self.storage.empty(keep_steps=keep_steps)
         self.model.empty(keep_steps)
         self.priorities, self.largest = {}, 0.0
-        if self.layout.endswith("frames") and not keep_steps:
-            for lane in range(self.num_lanes):
-                self.reset(lane)  # An episode begins with a stack of its first frame.
         self.look()
 
     # Saving

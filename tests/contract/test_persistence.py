@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from contract.make import PLACES, library, make, make_of, new_folder
-from contract.steps import Player, assert_same, ids_of, rows, without_slots, write
+from contract.steps import Player, assert_same, ids_of, without_slots, write
 from gymnasium.spaces import Box, Discrete
 from tensordict import TensorDict
 
@@ -174,18 +174,6 @@ def test_damaged_dumps_are_refused_or_right_and_run_no_code(tmp_path):
         file.write_bytes(data)
     storage.loads(tmp_path / "dump")
     assert_same(storage[:], right)
-
-
-@pytest.mark.requirement("stored-once")
-@pytest.mark.parametrize("place", ["memory", "device"])
-def test_stacks_that_do_not_continue_read_back(place):
-    storage, player = make(place=place, layout="frames", size=8, on_gap="ignore"), Player()
-    player.play([], unfinished=4)
-    steps = [player.step(), player.step()]
-    player.jump()
-    steps.append(player.step())
-    storage.extend(rows(steps, "frames"))
-    assert_same(storage[:], rows(steps, "frames"))
 
 
 @pytest.mark.requirement("stored-once")
