@@ -418,18 +418,6 @@ class TestGaps:
         ids = torch.arange(40) % 4
         self.make(lanes=4).extend(flat("").set(("collector", "traj_ids"), ids))
 
-    def test_what_is_ended_or_goes_on_is_no_gap(self):
-        storage, players = self.make(), [Player(0), Player(1)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            storage.extend(self.streams(players))
-            storage.extend(self.streams(players))
-            storage.end_episodes()
-            players[0].jump()
-            players[1].jump()
-            storage.extend(self.streams(players))
-        assert sorted(lengths(storage).values()) == sorted([6, 5, 4, 3, 2, 1, 3, 2, 1] * 2)
-
     @pytest.mark.requirement("flat-batches")
     @pytest.mark.parametrize("flat", [False, True])
     def test_a_second_collector_counts_its_trajectories_from_0_again(self, flat):

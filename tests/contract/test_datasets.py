@@ -91,13 +91,6 @@ def test_d4rl_without_next_observations():
     assert torch.equal(storage[:]["next", "reward"].flatten(), expected)
 
 
-def test_d4rl_with_next_observations():
-    storage = datasets.from_arrays(d4rl(next_observations=column(range(1, 10))))
-    found = seen(storage)
-    assert found[:2] == ([*range(9)], [*range(1, 10)])
-    assert [found[2].index(True), found[3].index(True)] == [3, 6]
-
-
 def test_paths_of_garage():
     paths = [
         {
@@ -145,20 +138,6 @@ def goal_paths():
             }
         )
     return paths
-
-
-def test_hindsight_over_a_dataset():
-    storage = datasets.from_arrays(
-        goal_paths(),
-        preset=library.HERReplayStorage,
-        reward_fn=lambda achieved, desired, _: -(achieved - desired).norm(dim=-1),
-        n_step=3,
-    )
-    assert len(storage) == 24
-    batch = storage.sample(60)
-    assert int(batch["her_mask"].sum()) == 48
-    assert batch["desired_goal"].dtype is torch.float64
-    assert batch["camera", "pixels"].dtype is torch.uint8
 
 
 def test_infos_are_stored_and_metadata_are_not():
@@ -395,10 +374,6 @@ def test_what_is_written_next_is_no_continuation():
     numbers = np.ones(1, np.float32)
     storage.record(numbers, numbers, 0.0, False, False, {}, numbers)
     assert storage.episodes.table()["length"].tolist()[-2:] == [1, 1]
-
-
-def test_a_smaller_storage_keeps_the_last_transitions():
-    assert seen(datasets.from_arrays(d4rl(), storage_size=3))[0] == [4, 5, 7]
 
 
 def test_rows_in_a_directory(tmp_path):

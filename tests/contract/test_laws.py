@@ -601,14 +601,6 @@ class TestRecency:
 
 @pytest.mark.requirement("ere-eta")
 class TestEta:
-    def test_torchrls_linear_scheduler_walks_the_closed_form(self):
-        storage = assemble(10, sampler=ERESampler(eta=0.994))
-        scheduler = LinearScheduler(storage, "eta", final_value=1.0, num_steps=10)
-        for step in range(1, 15):
-            scheduler.step()
-            assert storage.eta == pytest.approx(0.994 + 0.006 * min(step / 10, 1), abs=1e-15)
-        assert storage.eta == 1.0
-
     def test_the_adaptive_rule_by_hand(self):
         """Mean slopes of three returns are half of the last less the first; they shrink by a half."""
         storage = assemble(10, sampler=ERESampler(eta=0.5))
