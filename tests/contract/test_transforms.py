@@ -463,6 +463,19 @@ class TestAutomaticAudit:
         assert len(caught) == 1
         storage.sample()
 
+    def test_late_first_success_warns_without_terminated_fn(self):
+        env = gymnasium.make("BitFlipping-v0", n_bits=24)
+        options = {"terminated_fn": None, "reward_fn": library.gym_reward(env), "size": 2000}
+        storage = make_for(env, "hindsight", batch_size=2, **options)
+        play(storage, env, 1000)
+        storage.sample()
+        seen, _ = env.reset(seed=0)
+        goal = {**seen, "achieved_goal": seen["desired_goal"]}
+        storage.record(seen, 0, 0.0, True, False, {}, goal)
+        with pytest.warns(UserWarning, match=r"ends? at success.*gym_terminated") as caught:
+            _ = [storage.sample() for _ in range(1000)]
+        assert len(caught) == 1
+
     @pytest.mark.parametrize(
         "options",
         [{}, {"num_goals": 0, "terminated_fn": None}, {"num_goals": float("inf"), "wrap": Paid}],

@@ -28,6 +28,7 @@ __all__ = ["SamplingPipeline"]
 Info = dict[Any, torch.Tensor]
 # The number of written transitions from which on reward functions are audited.
 _MIN_STEPS_TO_AUDIT = 1000
+_MIN_BATCHES_BETWEEN_AUDITS = 1000
 
 
 class SamplingPipeline:
@@ -54,6 +55,8 @@ class SamplingPipeline:
     ) -> None:
         self._storage, self._unit, self._transform = storage, unit, transform
         self._generator = generator
+        # Batches that were sampled while an audit was due, and their number at the next audit.
+        self._num_batches = self._next_audit = 0
         is_own = isinstance(sampler, ReplaySampler)
         self._choose: Callable[..., tuple[torch.Tensor, Info]] = (
             sampler.sample_view if is_own else partial(_choose_live, sampler, storage)
@@ -111,9 +114,11 @@ class SamplingPipeline:
         if self._storage.is_evicting_early:
             self._storage.warn_of_early_eviction()
         view = self._storage.view()
-        is_audited = self._unaudited and view.is_exclusive
-        if is_audited and view.episodes.cursors.sum() >= _MIN_STEPS_TO_AUDIT:
-            self._audit()
+        if self._unaudited and view.is_exclusive:
+            self._num_batches += 1
+            is_due = self._num_batches >= self._next_audit
+            if is_due and view.episodes.cursors.sum() >= _MIN_STEPS_TO_AUDIT:
+                self._audit()
         slots, info = self._choose(view, batch_size)
         if self._unwritten_goals:
             raise RuntimeError(
@@ -134,12 +139,13 @@ class SamplingPipeline:
         return batch, info
 
     def _audit(self) -> None:
-        """Audits the reward function of each transform that relabels, once."""
+        """Audits the reward functions, and again when twice as many batches were sampled."""
         for relabel in self._unaudited:
             # A sampler that is not a HERSampler may choose goals, too.
             sampler = self._goal_samplers.get(relabel.goal_key)
-            relabel.audit_once(self._storage, 1 if sampler is None else sampler.num_goals)
+            relabel.audit_newest(self._storage, 1 if sampler is None else sampler.num_goals)
         self._unaudited = [it for it in self._unaudited if it.is_audit_due]
+        self._next_audit = max(2 * self._num_batches, _MIN_BATCHES_BETWEEN_AUDITS)
 
     def _torn(
         self, view: StorageView, size: int, needed: torch.Tensor | None

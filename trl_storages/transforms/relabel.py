@@ -65,7 +65,9 @@ class GoalRelabel(ReplayTransform):
             as with "action".
         audit: whether the first batch after 1,000 stored transitions warns, once, if `reward_fn` differs
             from the rewards of the newest 1,000, or if their episodes end at success and `terminated_fn`
-            is None. Only the process that created the transform audits, and only if it may write.
+            is None. Without `terminated_fn` later batches repeat the audit, ever more rarely, because
+            success can be rare at first. Only the process that created the transform audits, and only if
+            it may write.
         achieved_goal_key: key of the achieved goal.
         desired_goal_key: key of the desired goal.
         reward_key: key of the reward under `next`, one value per transition.
@@ -265,16 +267,18 @@ class GoalRelabel(ReplayTransform):
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether this process must audit the stored rewards and has not yet done so."""
+        """Whether this process must audit the stored rewards."""
         return self.reward_fn is not None and self._audit_process == os.getpid()
 
-    def audit_once(self, storage: PackedStorage, num_goals: float) -> None:
-        """Warns of mistakes that the newest transitions show; afterwards no audit is due.
+    def audit_newest(self, storage: PackedStorage, num_goals: float) -> None:
+        """Warns of mistakes that the newest transitions show, once.
+
+        Success can be rare at first, so the audit stays due until a warning, or until episodes are known
+        to end because there is a `terminated_fn`.
 
         Args:
             storage: the storage of the transitions.
-            num_goals: relabelled transitions per transition with a stored reward; with 0 the audit stays
-                due.
+            num_goals: relabelled transitions per transition with a stored reward; 0 audits nothing.
         """
         if num_goals == 0 or not self.is_audit_due:
             return
@@ -283,8 +287,10 @@ class GoalRelabel(ReplayTransform):
             return
         with torch.random.fork_rng(devices=[]):  # a reward_fn may draw random numbers
             audit = self.audit(storage, _NUM_AUDITED)
-        self._audit_process = None  # before the warnings, which may be errors
-        if num_goals < math.inf and not audit.passed:
+        differs = num_goals < math.inf and not audit.passed
+        if differs or audit.num_ends or self.terminated_fn is not None:
+            self._audit_process = None  # before the warnings, which may be errors
+        if differs:
             warn_caller(
                 f"reward_fn differs from the stored reward on {len(audit.slots):,} of "
                 f"{audit.num_rows:,} transitions, such as {audit.examples(1)[0]}. Batches would mix both "
