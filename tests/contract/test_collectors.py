@@ -432,16 +432,6 @@ class TestGaps:
         assert len(storage) == 96
         assert_nothing_crosses(storage)
 
-    def test_trajectory_ids_cut(self):
-        """Where one begins, also if its observations happen to go on."""
-        storage, player = self.make(lanes=1), Player()
-        data = rows(player.play([], 6))
-        for number, steps in zip((4, 9, 2), data.split([2, 3, 1]), strict=True):
-            steps["collector", "traj_ids"] = torch.full((len(steps),), number)
-            storage.extend(steps)
-        found = lengths(storage)
-        assert [found[number] for number in ids_of(data).tolist()] == [2, 1, 3, 2, 1, 1]
-
 
 # Flat batches and entries without a field
 

@@ -43,12 +43,6 @@ def test_any_number_of_lanes_into_any(place, history, num_envs):
     assert sorted(listed[0]["length"].tolist()) == sorted(listed[1]["length"].tolist())
     if keeps_lanes:
         assert all((listed[0][key] == listed[1][key]).all() for key in ("lane", "whole", "length"))
-        # Running episodes go on in both.
-        more = lanes.steps([[False, True]] * num_envs)
-        new.extend(more if num_envs > 1 else more[0])
-        batch = new.sample(100)
-        live = torch.tensor([step.id for step in lanes.live()])
-        assert_folded(batch[torch.isin(ids_of(batch), live)], lanes, **N_STEP)
     else:
         assert not new.episodes.is_open.any()
 
@@ -104,20 +98,6 @@ def test_running_episodes_of_the_target_are_split():
     old.extend(rows(Player().play([], 9)[4:]))  # begins with what the target ends with
     new.extend_from(old)
     assert new.episodes.table()["length"].tolist() == [4, 5]
-
-
-def test_trajectories_go_on_in_their_lanes():
-    def flat():
-        steps = [player.play([], 3) for player in players]
-        ids = torch.tensor([7] * 3 + [5] * 3)
-        return torch.cat([rows(it) for it in steps]).set(("collector", "traj_ids"), ids)
-
-    players = [Player(0), Player(1)]
-    old, new = (make(lanes=2, size=60) for _ in range(2))
-    old.extend(flat())
-    new.extend_from(old)
-    new.extend(flat())
-    assert new.episodes.table()["length"].tolist() == [6, 6]
 
 
 def test_an_environment_that_is_only_reset_next_is_known():

@@ -155,6 +155,8 @@ class Machine(RuleBasedStateMachine):
                 self.reset(lane)
             elif event < 0.1:
                 player.jump()
+            elif event < 0.12:  # another trajectory begins, although observations continue
+                self.trajectories[lane] += self.num_lanes
             end = luck.choice(["terminated", "truncated"]) if luck.random() < share else ""
             step = player.step(end, is_seen_again=luck.random() < 0.2)
             steps.append((step, self.trajectories[lane]))
@@ -252,7 +254,7 @@ class Machine(RuleBasedStateMachine):
 
     # Saving
 
-    @rule(way=st.sampled_from(["dump", "state", "reopened"]), luck=seeds)
+    @rule(way=st.sampled_from(["dump", "state", "reopened", "extend_from"]), luck=seeds)
     def resume(self, way: str, luck: random.Random) -> None:
         """What goes on is the same storage, and draws the same batch."""
         before, self.seed = self.storage, self.seed + 1
@@ -260,9 +262,9 @@ class Machine(RuleBasedStateMachine):
             before.dumps(dump := self.new_path())
         elif way == "state":
             state = copy.deepcopy(before.state_dict())
-        elif self.backend == "directory":
+        elif way == "reopened" and self.backend == "directory":
             before.close()
-        else:
+        elif way == "reopened":
             return
         if way != "reopened":
             self.path = self.new_path()
@@ -271,11 +273,13 @@ class Machine(RuleBasedStateMachine):
             self.storage.loads(dump)
         elif way == "state":
             self.storage.load_state_dict(state)
+        elif way == "extend_from":
+            self.storage.extend_from(before)
         elif self.variant.n_step > 1:
             self.storage.n_step = before.n_step  # Parameters are those that it is made with.
         self.look()
         # Rows that are loaded may need more of few entries than those that were saved.
-        if len(before) and len(before) == len(self.storage):
+        if len(before) and len(before) == len(self.storage) and way != "extend_from":
             draws = [without_slots(storage.sample(3)) for storage in (self.storage, before)]
             assert_same(*draws)
             assert_same(*reversed(draws))
