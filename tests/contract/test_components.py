@@ -211,6 +211,17 @@ class TestEmpty:
             assert_batches(one, other)
 
 
+def test_priorities_of_as_many_agents_as_transitions_are_reduced():
+    storage = make("prioritized", batch_size=4)
+    storage.extend(rows(Player().play([4])))
+    batch, priority = storage.sample(), torch.arange(16.0).reshape(4, 4, 1)
+    storage.update_tensordict_priority(batch, priority)
+    expected = dict(
+        zip(batch["index"].tolist(), [3.0, 7.0, 11.0, 15.0], strict=True)
+    )  # last counts
+    assert storage.sampler.priorities[[*expected]].tolist() == [*expected.values()]
+
+
 @pytest.mark.requirement("generation")
 @pytest.mark.parametrize(("num_batches", "epochs"), [(5, 1), (2, 3), (0, 2), (3, 0)])
 def test_batches(num_batches, epochs):

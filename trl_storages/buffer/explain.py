@@ -187,7 +187,7 @@ def sampled_priorities(
             priority = priority.reshape(n, 1).expand_as(sequences)
     given = priority.shape
     is_per_transition = given[: len(shape)] == shape or num_rows in accumulate(given, mul)
-    if not is_per_transition or (num_rows > 1 and given.numel() == num_rows**2):
+    if not is_per_transition or (num_rows > 1 and given[-2:] == (num_rows, num_rows)):
         raise ValueError(
             f"expected one priority per transition, shape {[*shape]}, or one per sequence; got "
             f"{[*given]}. Did you combine shapes {[*shape]} and {[*shape, 1]}? No priority was updated."
