@@ -222,6 +222,17 @@ def test_priorities_of_as_many_agents_as_transitions_are_reduced():
     assert storage.sampler.priorities[[*expected]].tolist() == [*expected.values()]
 
 
+def test_priorities_of_padding_are_skipped():
+    storage = make("prioritized", size=40)
+    Lanes(40).write(storage, [ends([2, 4])])
+    while (batch := storage.sample_episodes(2))["collector", "mask"].all():
+        pass
+    mask = batch["collector", "mask"]
+    storage.update_tensordict_priority(batch, torch.where(mask, 5.0, math.nan))
+    slots = batch["index"][mask].unique()
+    assert (storage.sampler.priorities[slots] == 5).all()
+
+
 @pytest.mark.requirement("generation")
 @pytest.mark.parametrize(("num_batches", "epochs"), [(5, 1), (2, 3), (0, 2), (3, 0)])
 def test_batches(num_batches, epochs):

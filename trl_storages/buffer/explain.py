@@ -157,7 +157,7 @@ def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
 def sampled_priorities(
     data: TensorDictBase, priority_key: NestedKey, priority: torch.Tensor | None, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the slots of a sampled batch, their new priorities, and which steps they held.
+    """Returns the slots of a sampled batch (-1 for padding), their new priorities, and their steps.
 
     The anchor of a sequence gets the largest priority of its valid learning steps in `data`.
 
@@ -194,6 +194,8 @@ def sampled_priorities(
         )
     values = reduce_priorities(priority, num_rows, reduction)
     if anchors is None:
+        if (mask := data.get(keys.MASK, None)) is not None:  # padding of `sample_episodes`
+            slots, values = slots.where(mask, -1), values.where(mask.reshape(-1), 0)
         return slots, values, steps
     is_learnt = (data[keys.VALIDITY_MASK] & data[keys.LEARNING_MASK]).reshape(-1)
     # An anchor may have several sequences; the last one counts.

@@ -840,8 +840,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     ) -> None:
         """Updates the priorities of a sampled batch, from its entry `priority_key` or from `priority`.
 
-        Transitions that were overwritten since are skipped. A sequence has one priority, that of its
-        anchor: the priority passed for the sequence, or the largest priority of its valid learning steps.
+        Padding and transitions that were overwritten since are skipped. A sequence has one priority, that
+        of its anchor: the one passed for the sequence, or the largest of its valid learning steps.
         Without priorities in the sampler this does nothing, so training loops can call it in any case.
 
         Args:
