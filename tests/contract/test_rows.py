@@ -1,9 +1,11 @@
 """Rows read back as they were written, however they come in."""
 
+import numpy as np
 import pytest
 import torch
 from contract.make import LAYOUTS, assemble, library, make
 from contract.steps import Player, assert_same, ids_of, record, rows, write
+from gymnasium.spaces import Box, Discrete
 
 pytestmark = pytest.mark.requirement("stored-once")
 
@@ -79,3 +81,14 @@ def test_a_step_of_a_loop_lacks_what_only_batches_tell():
             storage.extend(data)
     with pytest.raises(KeyError, match=r"cost[\s\S]*extend"):
         record(storage, [Player().step()])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("reward", [0.7, np.float32(-1.7), np.array(2.9)], ids=repr)
+def test_rewards_that_their_field_cannot_hold_raise(dtype, reward):
+    fields = {("next", "reward"): (dtype, [1])}
+    storage = library.UniformReplayStorage(Box(0, 9, [1]), Discrete(2), extra_fields=fields)
+    with pytest.raises(TypeError, match="rewards must be"):
+        storage.record(np.zeros(1, "f"), 0, reward, False, False, {}, np.ones(1, "f"))
+    storage.record(np.zeros(1, "f"), 0, True, False, False, {}, np.ones(1, "f"))
+    assert storage["next", "reward"].tolist() == [[True]]

@@ -166,7 +166,8 @@ class _FieldTarget:
 
     def __init__(self, field: Field, frames: torch.Tensor, name: str, is_vector: bool) -> None:
         self._field, self._frames, self._name = field, frames, name
-        self._is_reward = field.key == keys.REWARD
+        # Rewards may be rounded, as their dtype seldom is that of the field.
+        self._is_rounded = field.key == keys.REWARD and field.dtype.is_floating_point
         self.all_envs: Any = slice(None) if is_vector else 0
         self.view: Any = frames[self.all_envs]
         self.dtypes: tuple[Any, ...] = ()
@@ -177,9 +178,9 @@ class _FieldTarget:
             array = frames.numpy()
             self.view = array[self.all_envs, ..., 0] if is_scalar else array[self.all_envs, ...]
             dtype = self.view.dtype
-            self.dtypes = _REALS if self._is_reward else (dtype,)
+            self.dtypes = _REALS if self._is_rounded else (dtype,)
             if not self.view.shape:
-                self.numbers = _FLOATS if self._is_reward else _NUMBERS.get(dtype, self.numbers)
+                self.numbers = _FLOATS if self._is_rounded else _NUMBERS.get(dtype, self.numbers)
         self.shape = tuple(self.view.shape)
 
     def set(self, envs: Any, value: Any) -> None:
@@ -194,7 +195,7 @@ class _FieldTarget:
         """
         field, target = self._field, self._frames[envs]
         shape = field.shape if isinstance(envs, int) else (len(target), *field.shape)
-        values = as_field(value, field.dtype, shape, self._name, is_rounded=self._is_reward)
+        values = as_field(value, field.dtype, shape, self._name, is_rounded=self._is_rounded)
         target.copy_(field.stack.frames(values, field.shape) if field.stack else values)
 
 
