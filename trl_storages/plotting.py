@@ -188,8 +188,8 @@ def plot_episode(
     >>> plot_episode(storage, storage.sample()).get_xlabel()
     'step of the episode'
     """
-    most = validation.integer("most", most, at_least=1)
-    ax = _axes(storage, ax, (6.5, 1.2 + 0.22 * most))
+    limit = validation.integer("most", most, at_least=1)
+    ax = _axes(storage, ax, (6.5, 1.2 + 0.22 * limit))
     num_samples = batch.shape[0]
     step_in_sequence = batch.get(keys.STEP_IN_SEQUENCE, None)
     if batch.ndim == 1 and step_in_sequence is not None:
@@ -202,7 +202,7 @@ def plot_episode(
     begin, end = _bars(columns)
     episode = columns["episode"][:, 0]
     samples = np.flatnonzero(episode == np.bincount(episode).argmax())
-    num_in_episode, num_shown = len(samples), min(len(samples), most)
+    num_in_episode, num_shown = len(samples), min(len(samples), limit)
     samples = samples[np.lexsort((end[samples], begin[samples]))]
     samples = samples[np.linspace(0, num_in_episode - 1, num_shown).round().astype(np.int64)]
     shown = {name: column[samples] for name, column in columns.items()}

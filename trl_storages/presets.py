@@ -81,10 +81,10 @@ def _with_keywords_of(base: Callable[..., None]) -> Callable[[Constructor], Cons
     """Decorates a constructor, whose `**options` are shown as the keywords of the `base`."""
 
     def decorate(construct: Constructor) -> Constructor:
-        *own, _ = signature(construct).parameters.values()
-        names = {parameter.name for parameter in own}
-        inherited = [it for it in signature(base).parameters.values() if it.name not in names]
-        construct.__signature__ = Signature([*own, *inherited])  # type: ignore[attr-defined]
+        *parameters, _ = signature(construct).parameters.values()
+        names = {parameter.name for parameter in parameters}
+        parameters += [it for it in signature(base).parameters.values() if it.name not in names]
+        construct.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         return construct
 
     return decorate
@@ -218,7 +218,7 @@ class UniformReplayStorage(ReplayStorage):
             recent.base, sampler = sampler, recent
         transforms: list[Any] = [NStep(n_step, discount, reward_key=reward_key)]
         transforms += [] if transform is None else [transform]
-        rows = PackedStorage(
+        packed = PackedStorage(
             size,
             num_envs=num_envs,
             device=device,
@@ -233,7 +233,7 @@ class UniformReplayStorage(ReplayStorage):
         )
         try:
             super().__init__(
-                storage=rows,
+                storage=packed,
                 sampler=sampler,
                 writer=EpisodeWriter(num_envs, keys=[*stored], on_gap=on_gap),
                 transform=Compose(*transforms),
@@ -249,7 +249,7 @@ class UniformReplayStorage(ReplayStorage):
                 generator=None if seed is None else torch.Generator().manual_seed(seed),
             )
         except BaseException:
-            rows.close()  # for the next attempt
+            packed.close()  # for the next attempt
             raise
 
     @classmethod
@@ -270,24 +270,24 @@ class UniformReplayStorage(ReplayStorage):
         >>> storage.episodes.num_envs
         2
         """
-        known: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         match env:
             case VectorEnv():
                 spaces = env.single_observation_space, env.single_action_space
                 mode = env.metadata.get("autoreset_mode")
-                known = {"num_envs": env.num_envs, "autoreset_mode": mode}
+                defaults = {"num_envs": env.num_envs, "autoreset_mode": mode}
             case EnvBase():
                 if keys.REWARD not in (options.get("extra_fields") or {}):
                     _check_reward(env)
                 spaces = env.observation_spec_unbatched, env.action_spec_unbatched
-                known = {"num_envs": env.batch_size.numel()}
+                defaults = {"num_envs": env.batch_size.numel()}
             case _:
                 what = "an environment of gymnasium or TorchRL, such as gymnasium.make(name)"
                 validation.instance("env", env, gymnasium.Env, what=what)
                 spaces = env.observation_space, env.action_space
                 if env.has_wrapper_attr("autoreset"):  # gymnasium.wrappers.Autoreset
-                    known = {"autoreset_mode": AutoresetMode.NEXT_STEP}
-        return cls(*spaces, **{**known, **options})
+                    defaults = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+        return cls(*spaces, **{**defaults, **options})
 
 
 def _check_reward(env: EnvBase) -> None:
@@ -333,11 +333,11 @@ def _fields(
 
 def _nested(*spaces: AnySpace) -> Nested:
     """Returns which nested TensorDicts have further batch sizes, also under `next`."""
-    found: dict[Any, torch.Size] = {}
+    sizes: dict[Any, torch.Size] = {}
     for spec in spaces:
         if isinstance(spec, Composite):
-            found |= nested_sizes(spec.zero(), spec.ndim)
-    return (*found.items(), *((("next", *path), sizes) for path, sizes in found.items()))
+            sizes |= nested_sizes(spec.zero(), spec.ndim)
+    return (*sizes.items(), *((("next", *path), size) for path, size in sizes.items()))
 
 
 def _stacks(
@@ -485,17 +485,17 @@ class HERReplayStorage(UniformReplayStorage):
 
 def _check_goals(observation_space: AnySpace) -> None:
     """Raises an error unless the space has two goals, each of them one array."""
-    there: Any = observation_space if isinstance(observation_space, Dict | Composite) else {}
-    names, goals = [*there.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
+    space: Any = observation_space if isinstance(observation_space, Dict | Composite) else {}
+    names, goals = [*space.keys()], (keys.ACHIEVED_GOAL, keys.DESIRED_GOAL)
     if missing := [key for key in goals if key not in names]:
         raise KeyError(
             f"observation_space must be a dict with {missing} for HER; it has {names}. For a dataset "
             "pass goal_fn= to from_arrays, which computes goals."
         )
     for key in goals:
-        if isinstance(there[key], Dict | Composite):
+        if isinstance(space[key], Dict | Composite):
             raise TypeError(
-                f"{key} must be one array, got a dictionary of {[*there[key].keys()]}. Flatten both "
+                f"{key} must be one array, got a dictionary of {[*space[key].keys()]}. Flatten both "
                 "goals in a gymnasium.ObservationWrapper, as by gymnasium.spaces.flatten(space, "
                 "goal), and pass a reward_fn of flattened goals [B, G], which slices them along the "
                 "last dimension."

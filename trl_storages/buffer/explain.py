@@ -185,12 +185,12 @@ def sampled_priorities(
         sequences = anchors.reshape(n, -1)
         if (sequences == sequences[:, :1]).all():
             priority = priority.reshape(n, 1).expand_as(sequences)
-    given = priority.shape
-    is_per_transition = given[: len(shape)] == shape or num_rows in accumulate(given, mul)
-    if not is_per_transition or (num_rows > 1 and given[-2:] == (num_rows, num_rows)):
+    sizes = priority.shape
+    is_per_transition = sizes[: len(shape)] == shape or num_rows in accumulate(sizes, mul)
+    if not is_per_transition or (num_rows > 1 and sizes[-2:] == (num_rows, num_rows)):
         raise ValueError(
             f"expected one priority per transition, shape {[*shape]}, or one per sequence; got "
-            f"{[*given]}. Did you combine shapes {[*shape]} and {[*shape, 1]}? No priority was updated."
+            f"{[*sizes]}. Did you combine shapes {[*shape]} and {[*shape, 1]}? No priority was updated."
         )
     values = reduce_priorities(priority, num_rows, reduction)
     if anchors is None:

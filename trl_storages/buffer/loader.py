@@ -58,8 +58,8 @@ def make_loader(
 ) -> DataLoader[TensorDictBase]:
     """Returns a `DataLoader` of endless batches; see `ReplayStorage.loader`."""
     batch_size = validation.optional(validation.integer, "batch_size", batch_size, at_least=1)
-    rows = storage.storage
-    if rows.path is None or not rows.initialized:
+    packed = storage.storage
+    if packed.path is None or not packed.initialized:
         raise RuntimeError(
             "loader() needs a directory with known fields: pass path=, and write a step or pass fields= "
             "before the call."
@@ -70,9 +70,9 @@ def make_loader(
     sampler._empty()
     open_reader = partial(
         type(storage).open,
-        rows.path,
+        packed.path,
         mode="r",
-        cold=rows.cold,
+        cold=packed.cold,
         sampler=sampler,
         transform=copy.deepcopy(storage.transform) if len(storage.transform) else None,
         sample_unit=storage.sample_unit,

@@ -255,14 +255,14 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ValueError: the directory is damaged, or has another format.
             RuntimeError: the directory has another writer.
         """
-        rows = PackedStorage(None, path=path, mode=mode, cold=cold)
+        packed = PackedStorage(None, path=path, mode=mode, cold=cold)
         try:
             if check:
-                rows.validate()
+                packed.validate()
             opened = cls.__new__(cls)
-            ReplayStorage.__init__(opened, storage=rows, **options)
+            ReplayStorage.__init__(opened, storage=packed, **options)
         except BaseException:
-            rows.close()
+            packed.close()
             raise
         return opened
 
@@ -452,19 +452,19 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         if validation.instance("other", other, ReplayStorage) is self:
             raise ValueError("other must be another replay buffer, got this one.")
-        own, its = self._prioritized, other._prioritized
+        sampler, source = self._prioritized, other._prioritized
         self.synchronize()
         with other._replay_lock, other._write_lock:
-            if its is not None:
-                its.priorities_of(other._storage.view())  # new transitions get their priorities
+            if source is not None:
+                source.priorities_of(other._storage.view())  # new transitions get their priorities
             with self._replay_lock, self._write_lock:
                 self._writer.extend_from(other._writer)
                 if self._writer.num_envs == other._writer.num_envs:
                     self._recorder.prepare_load(other._recorder.state())()
-                if own is not None and its is not None:
-                    largest = max(it.state()["largest"] or 0.0 for it in (own, its))
-                    own.load_state_dict({"largest": largest})
-                    own.priorities_of(self._storage.view())
+                if sampler is not None and source is not None:
+                    largest = max(it.state()["largest"] or 0.0 for it in (sampler, source))
+                    sampler.load_state_dict({"largest": largest})
+                    sampler.priorities_of(self._storage.view())
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Ends the running episodes of some lanes, or of all: the next steps begin new episodes.
@@ -478,10 +478,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         Raises:
             ValueError: there is no such lane. Nothing was changed.
         """
-        named = [*lane_numbers(lanes, self._writer.num_envs)]
+        numbers = [*lane_numbers(lanes, self._writer.num_envs)]
         with self._replay_lock, self._write_lock:
-            self._storage.end_episodes(named)
-            self._recorder.reset(named)
+            self._storage.end_episodes(numbers)
+            self._recorder.reset(numbers)
 
     def rewrite(self, index: Any, values: Any) -> None:
         """Overwrites values of stored steps, such as rewards; see `PackedStorage.rewrite`."""
@@ -886,8 +886,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         self.synchronize()
         with self._replay_lock, self._write_lock:
-            rest = self._component_states()  # first, as new transitions get their priorities
-            return copy.deepcopy({"rows": self._storage.state(), "rest": rest})
+            components = self._component_states()  # first, as new transitions get priorities
+            return copy.deepcopy({"rows": self._storage.state(), "rest": components})
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continues from a state that `state_dict` returned, parameters included.
@@ -898,11 +898,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """
         self.synchronize()
         with self._replay_lock, self._write_lock:
-            rows, rest = required_items("a replay buffer", state_dict, ("rows", "rest"))
-            adopt = self._prepare_load_components(rest)
+            rows, components = required_items("a replay buffer", state_dict, ("rows", "rest"))
+            adopt = self._prepare_load_components(components)
             # Transitions first, because the disk may be too full for them.
             all_of(
-                self._storage.prepare_load(rows, to_json(rest)), self._prefetch_queue.clear, adopt
+                self._storage.prepare_load(rows, to_json(components)),
+                self._prefetch_queue.clear,
+                adopt,
             )()
 
     def _component_states(self) -> State:
@@ -974,8 +976,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             ValueError, TypeError, KeyError: the dump is damaged, or does not fit; see `load_state_dict`.
                 Nothing was changed.
         """
-        rows, rest = dumps.read(validation.directory("path", path))
-        self.load_state_dict({"rows": rows, "rest": from_json(rest)})
+        rows, components = dumps.read(validation.directory("path", path))
+        self.load_state_dict({"rows": rows, "rest": from_json(components)})
 
     # In a directory
 
@@ -1016,15 +1018,15 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         return {name: value for name, value in state.items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: State) -> None:
-        rest, prefetch = state.pop("rest", None), state.pop("_prefetch_queue")
+        components, prefetch = state.pop("rest", None), state.pop("_prefetch_queue")
         self.__dict__.update(state)
         self._replay_lock = threading.RLock()
         self._prefetch_queue = Prefetcher(self._prefetch, prefetch)
         self._pipeline = self._new_pipeline()
-        if rest is not None:
+        if components is not None:
             # This buffer may have written to the directory since.
             is_reopened = self._storage.path is not None
-            self._prepare_load_components(pickle.loads(rest), reopened=is_reopened)()
+            self._prepare_load_components(pickle.loads(components), reopened=is_reopened)()
 
     # Inspection
 
@@ -1066,18 +1068,18 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             Ages and priorities of an empty buffer are 0.
         """
         with self._replay_lock, self._write_lock:
-            found, view = super().stats(), self._storage.view()
+            stats, view = super().stats(), self._storage.view()
             fill, sampler = view.episodes.fill, self._prioritized
-            found["episodes"] = view.episodes.num_episodes
-            found["oldest_age"] = int((fill - 1).max(initial=0))
-            found["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
-            found["sample_calls"], found["samples_returned"] = self._num_sampled
+            stats["episodes"] = view.episodes.num_episodes
+            stats["oldest_age"] = int((fill - 1).max(initial=0))
+            stats["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
+            stats["sample_calls"], stats["samples_returned"] = self._num_sampled
             if sampler is not None:
                 priorities = sampler.priorities_of(view).by_slot()
                 priorities = priorities[priorities < math.inf]
-                found["largest_priority"] = float(priorities.max(initial=0))
-                found["mean_priority"] = float(priorities.sum() / max(len(priorities), 1))
-        return found
+                stats["largest_priority"] = float(priorities.max(initial=0))
+                stats["mean_priority"] = float(priorities.sum() / max(len(priorities), 1))
+        return stats
 
     def validate(self) -> None:
         """Checks the index, and in a directory each transition.

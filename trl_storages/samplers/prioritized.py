@@ -429,8 +429,8 @@ def checked_priorities(priority: Any, num_slots: int) -> np.ndarray:
             "updated."
         )
     if not priority_tree.are_priorities(values):
-        if (least := values[~np.isnan(values)].min(initial=0)) < 0:
-            problem = f"must be at least 0, got {least:g}: pass td_error.abs()"
+        if (smallest := values[~np.isnan(values)].min(initial=0)) < 0:
+            problem = f"must be at least 0, got {smallest:g}: pass td_error.abs()"
         else:
             non_finite = values[~np.isfinite(values)][0]
             problem = f"must be finite, got {non_finite}: the loss or the network has diverged"
