@@ -52,7 +52,7 @@ class EmptyError(RuntimeError):
 class Snapshot(NamedTuple):
     """Which steps were live at one moment; `EpisodeIndex.changes_since` compares it with the present."""
 
-    generation: int
+    reset_count: int
     lanes: np.ndarray
     """`[E, 2]` cursors and tails."""
 
@@ -136,9 +136,9 @@ class EpisodeIndex:
 
     def use(self, tables: Mapping[str, np.ndarray]) -> None:
         """Replaces the tables by arrays of `table_shapes`, and adopts their contents."""
-        self._lanes, self._epoch = tables["lanes"], tables["epoch"]
+        self._lanes, self._counters = tables["lanes"], tables["epoch"]
         #: `[1]`, changes whenever the writer sets priorities.
-        self.num_updates: np.ndarray = self._epoch[1:]
+        self.num_updates: np.ndarray = self._counters[1:]
         #: The argument `index` of `kernels`.
         self.tables: tuple[np.ndarray | int, ...] = (
             *(tables[name] for name in ("where", "episode", "ends", "spans", "lanes")),
@@ -178,9 +178,9 @@ class EpisodeIndex:
         return self.num_envs * self.steps_per_lane
 
     @property
-    def generation(self) -> int:
-        """A number that changes whenever all transitions are evicted at once."""
-        return int(self._epoch[0])
+    def reset_count(self) -> int:
+        """How often all transitions were evicted at once, plus an arbitrary constant."""
+        return int(self._counters[0])
 
     @property
     def fill(self) -> np.ndarray:
@@ -222,7 +222,7 @@ class EpisodeIndex:
         """Evicts all steps except the last `keep_steps` of each lane. Step numbers are not reused."""
         if not keep_steps:
             self.end_episodes()
-            self._epoch[0] += 1
+            self._counters[0] += 1
         self.tails[:] = self.tails_after_evicting(keep_steps)
 
     def tails_after_evicting(self, keep_steps: int) -> np.ndarray:
@@ -242,7 +242,7 @@ class EpisodeIndex:
 
     def reset(self) -> None:
         """Evicts all steps, and numbers steps from 0 again."""
-        self._epoch[0] += 1
+        self._counters[0] += 1
         self._lanes[:] = 0
 
     def restore_lane(
@@ -289,9 +289,9 @@ class EpisodeIndex:
 
     def changes_since(self, snapshot: Snapshot | None) -> tuple[Changes | None, Snapshot]:
         """Returns the changes since a snapshot, or None if there are none, and a snapshot of now."""
-        now = Snapshot(int(self._epoch[0]), self._lanes.copy())
-        before = snapshot or Snapshot(now.generation, np.zeros_like(now.lanes))
-        is_reset = before.generation != now.generation
+        now = Snapshot(int(self._counters[0]), self._lanes.copy())
+        before = snapshot or Snapshot(now.reset_count, np.zeros_like(now.lanes))
+        is_reset = before.reset_count != now.reset_count
         if not is_reset and before.lanes.tobytes() == now.lanes.tobytes():
             return None, now
         return Changes(*draws.changes(self.tables, before.lanes, now.lanes, is_reset)), now

@@ -28,7 +28,7 @@ class Stream:
         sizes = (0, C, 0, C, C), 1, C, K, WIDTH
         kinds = np.array([SEPARATE] + [SHARED] * (N - 2), np.uint8)
         tips, states = np.zeros((1, C), np.int64), np.zeros((1, 3), np.int64)
-        self.store = entries, self.records, tips, states, np.zeros(2, np.int64), *sizes
+        self.store = entries, self.records, tips, states, np.zeros(1, np.int64), *sizes
         lanes, offsets, entry = np.zeros(1, np.int64), np.array([0, N - 1]), np.arange(N - 1)
         checksum_tables = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
         frames.copy_in(self.store, lanes, offsets, block, kinds, entry, checksum_tables)
@@ -136,8 +136,8 @@ for trial in range(60):
         records[:, 0:4], records[:, 1:] = (60, 0, 0, 0), records[:, 1:] % 9
         entries[:, 0] = rng.integers(0, 150, 40) << 8 | rng.integers(0, 20, 40)
     tips, known = np.zeros((2, 6), np.int64), np.zeros((2, 3), np.int64)
-    epoch, at = np.zeros(2, np.int64), rng.permutation(38) + 1
-    store = entries, records, tips, known, epoch, (2, 4, 0, 4, 4), 2, 3, 4, 5
+    reset_count, at = np.zeros(1, np.int64), rng.permutation(38) + 1
+    store = entries, records, tips, known, reset_count, (2, 4, 0, 4, 4), 2, 3, 4, 5
     out = np.empty((38, 2 * 2 + 3 + 3 + 2), np.int64)
     frames.gather(store, at, rng.permutation(at), out)
     frames.take(store, at, 1, 4, np.empty((38, 2, 3), np.uint8))

@@ -125,7 +125,7 @@ class Directory:
             raise
         finally:
             os.close(file)
-        # A generation that no earlier file had.
+        # A reset count that no earlier file had.
         directory._arena.arrays["epoch"][:] = time.time_ns()
         directory.flush()
         directory._remove_old_files()

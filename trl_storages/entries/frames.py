@@ -49,7 +49,8 @@ class FrameEntries(HostEntries):
         tips = np.zeros((index.num_envs, layout.seen_words), np.int64)
         self._tip_states = np.full((index.num_envs, 3), -1, np.int64)
         constants = tuple(layout.sizes), k, C, layout.keyframes, layout.pixel_row
-        tables = self.entries, self.records, tips, self._tip_states, arena.arrays["epoch"]
+        reset_count = arena.arrays["epoch"][:1]
+        tables = self.entries, self.records, tips, self._tip_states, reset_count
         self.store = *tables, *constants
         self._most_bytes = frames.most_bytes(C * WORD)
         usual_bytes = (layout.entry_words + C // _USUAL_RATIO) * WORD

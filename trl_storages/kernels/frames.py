@@ -60,7 +60,7 @@ BACK = 255
 SHIFT = 8
 _HEADER = 4
 #: Columns of `Store.tip_states`.
-_GENERATION, _CURSOR, END = range(3)
+_RESET_COUNT, _CURSOR, END = range(3)
 
 
 class Store(NamedTuple):
@@ -73,9 +73,9 @@ class Store(NamedTuple):
     tips: Any
     """`[E, S]` decoded copies of the last observations of the streams."""
     tip_states: Any
-    """`[E, 3]` for which generation and cursor of the lane a tip holds, and where its record ends."""
-    epoch: Any
-    """`[2]` the generation of the index, and a number that loops ignore."""
+    """`[E, 3]` for which reset count and cursor of the lane a tip holds, and where its record ends."""
+    reset_count: Any
+    """`[1]` the reset count of the index."""
     sizes: Any
     """`kernels.Sizes` as a plain tuple."""
     stack: int
@@ -306,19 +306,19 @@ def compute_observation_checksums(members: Any, c: Any, needed: Any, computed: A
 def update_tips(tables: Any, members: Any, lanes: Any) -> None:
     """Decodes the last observations of some lanes' streams that another process or a load has changed."""
     index, store = Index(*tables), Store(*members)
-    S, states, T, generation = (
+    S, states, T, reset_count = (
         store.tips.shape[1],
         store.tip_states,
         index.num_steps,
-        store.epoch[0],
+        store.reset_count[0],
     )
     num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.frame_words
     row = np.empty((1, 2 * S + num_step_words), np.int64)
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
-        if states[e, _GENERATION] == generation and states[e, _CURSOR] == cursor:
+        if states[e, _RESET_COUNT] == reset_count and states[e, _CURSOR] == cursor:
             continue
-        states[e, _GENERATION], states[e, _CURSOR], states[e, END] = generation, cursor, 0
+        states[e, _RESET_COUNT], states[e, _CURSOR], states[e, END] = reset_count, cursor, 0
         if cursor > 0:
             newest = e * T + (cursor - 1) % T
             entry = index.where[newest : newest + 1]

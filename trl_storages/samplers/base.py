@@ -141,17 +141,17 @@ class _Epoch:
         seed: seed of the order.
         tails: `[E]` the oldest step of each lane when the epoch began.
         cursors: `[E]` the first unwritten step of each lane when the epoch began.
-        generation: generation of the index; None if the epoch was loaded.
+        reset_count: reset count of the index; None if the epoch was loaded.
     """
 
     seed: int
     tails: np.ndarray
     cursors: np.ndarray
-    generation: int | None = None
+    reset_count: int | None = None
 
     def can_continue(self, index: EpisodeIndex) -> bool:
         """Returns whether an index may contain the transitions of the epoch."""
-        if len(self.tails) != index.num_envs or self.generation not in (None, index.generation):
+        if len(self.tails) != index.num_envs or self.reset_count not in (None, index.reset_count):
             return False
         has_room = self.cursors - self.tails <= index.steps_per_lane
         return bool((has_room & (self.cursors <= index.cursors)).all())
@@ -228,7 +228,7 @@ class UniformSampler(ReplaySampler):
                 index.check_filled()
                 has_ended |= num_slots > 0
                 bounds = index.tails.copy(), index.cursors.copy()
-                epoch, position = _Epoch(int(noise[num_slots]), *bounds, index.generation), 0
+                epoch, position = _Epoch(int(noise[num_slots]), *bounds, index.reset_count), 0
             end = min(position + len(noise) - num_slots, len(epoch.order))
             chunks.append(epoch.live_slots(index, position, end))
             num_slots, position = num_slots + len(chunks[-1]), end

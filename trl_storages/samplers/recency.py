@@ -44,13 +44,13 @@ class _Phase:
         update: k, the number of updates made.
         num_updates: K; 0 before the first phase.
         num_written: number of steps written before the last draw; -1 before the first draw.
-        generation: generation of the index at the last draw; None before the first draw.
+        reset_count: reset count of the index at the last draw; None before the first draw.
     """
 
     update: int = 0
     num_updates: int = 0
     num_written: int = -1
-    generation: int | None = None
+    reset_count: int | None = None
 
 
 class ERESampler(WrappingSampler):
@@ -152,13 +152,13 @@ class ERESampler(WrappingSampler):
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
         """Draws the batch of the next update: the base draws within the window."""
         index, phase = view.episodes, self._phase
-        generation, num_written = index.generation, int(index.cursors.sum())
-        if phase.generation not in (None, generation):
+        reset_count, num_written = index.reset_count, int(index.cursors.sum())
+        if phase.reset_count not in (None, reset_count):
             self._phase = phase = _Phase()
         # A write after the last update of a phase begins the next phase.
         if phase.num_written < num_written and phase.update >= phase.num_updates:
             self.begin_phase(self.updates_per_phase or max(_MIN_UPDATES, phase.update))
-        phase.generation, phase.num_written = generation, num_written
+        phase.reset_count, phase.num_written = reset_count, num_written
         phase.update += 1
         return self._base.draw(view, noise, index.window_of(self.window(index)))
 
