@@ -80,8 +80,8 @@ class Store(NamedTuple):
     """`kernels.Sizes` as a plain tuple."""
     stack: int
     """k."""
-    frame_words: int
-    """C."""
+    record_words: int
+    """C, words of a compressed frame."""
     keyframes: int
     """K."""
     pixel_row: int
@@ -243,7 +243,7 @@ def end_of(members: Any, p: int) -> int:
     store = Store(*members)
     ring = store.records[p // (len(store.entries) // len(store.records))]
     position = store.entries[p, 0] >> SHIFT
-    return position + _record_size(ring, position % ring.size, most_bytes(8 * store.frame_words))
+    return position + _record_size(ring, position % ring.size, most_bytes(8 * store.record_words))
 
 
 # Reads
@@ -253,7 +253,7 @@ def end_of(members: Any, p: int) -> int:
 def gather(members: Any, entry: Any, last: Any, out: Any) -> None:
     """Copies rows `[B, 2 S + ...]` from entries `entry`, and their next values from entries `last`."""
     store = Store(*members)
-    entries, k, C = store.entries, store.stack, store.frame_words
+    entries, k, C = store.entries, store.stack, store.record_words
     F, O, _, _, R = store.sizes
     older, W, root, newest = (k - 1) * F, entries.shape[1], 1 + R - C, out.shape[1] - O
     words, decoded = np.empty((1, C), np.int64), -1
@@ -278,7 +278,7 @@ def gather(members: Any, entry: Any, last: Any, out: Any) -> None:
 @loop
 def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
     """Copies bytes from `start` on of the k frames up to `entry + shift` `[B]` to `out` `[B, k, n]`."""
-    k, words, decoded = out.shape[1], np.empty(Store(*members).frame_words, np.int64), -1
+    k, words, decoded = out.shape[1], np.empty(Store(*members).record_words, np.int64), -1
     frame = words.view(np.uint8)
     for i in range(len(entry)):
         for j in range(k):
@@ -292,7 +292,7 @@ def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
 def compute_observation_checksums(members: Any, c: Any, needed: Any, computed: Any) -> None:
     """Writes the OBSERVATION checksums of the entries `needed` `[n]` to `computed` `[E M]`."""
     store = Store(*members)
-    C, decoded, words = store.frame_words, -1, np.empty(store.frame_words, np.int64)
+    C, decoded, words = store.record_words, -1, np.empty(store.record_words, np.int64)
     size, frame = 1 + store.sizes[1] - C, words.view(np.uint8)
     for q in needed:
         decoded = _seek(members, q, decoded, frame)
@@ -312,7 +312,7 @@ def update_tips(tables: Any, members: Any, lanes: Any) -> None:
         index.num_steps,
         store.reset_count[0],
     )
-    num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.frame_words
+    num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.record_words
     row = np.empty((1, 2 * S + num_step_words), np.int64)
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
@@ -334,7 +334,7 @@ def copy_in(
     """Copies the rows of a block into their entries, in a file with checksums of the observations."""
     store = Store(*members)
     entries, (F, O), width = store.entries, store.sizes[:2], store.pixel_row
-    k, C, K = store.stack, store.frame_words, store.keyframes
+    k, C, K = store.stack, store.record_words, store.keyframes
     M, W, rest = len(entries) // len(store.records), entries.shape[1], O - C
     older, last, (checksums, c) = (k - 1) * F, words.shape[1] - O, sums
     frames = np.zeros((4, C), np.int64)
@@ -385,7 +385,7 @@ def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any
     enter(tables, lanes, offsets, kinds, entry, ends, cuts_gaps, slots, numbers)
     copy_in(members, lanes, offsets, words, kinds, entry, sums)
     if len(sums[0]):
-        size = 1 + Sizes(*store.sizes).observation - store.frame_words
+        size = 1 + Sizes(*store.sizes).observation - store.record_words
         write_step_checksums(store.entries, size, store.stack, sums, entry, numbers)
     publish(tables, lanes, offsets)
     S, states = store.tips.shape[1], store.tip_states
@@ -428,7 +428,7 @@ def move_in(members: Any, first: int, num: int, position: int, saved: Any) -> No
     """Copies the saved records of a lane's first `num` entries into its ring; see `are_records`."""
     store = Store(*members)
     ring = store.records[first // (len(store.entries) // len(store.records))]
-    most, head = most_bytes(8 * store.frame_words), 0
+    most, head = most_bytes(8 * store.record_words), 0
     for q in range(first, first + num):
         start = (store.entries[q, 0] >> SHIFT) - position
         size = _record_size(saved, start, most)
