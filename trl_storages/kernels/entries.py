@@ -99,7 +99,9 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
     index, (entries, sizes, k) = Index(*tables), store
     F, O, first, end, _ = sizes
     cursors, T, S = index.lanes[:, CURSOR], index.num_steps, O + (k - 1) * F
-    tips, last, L = np.empty(len(lanes), np.int64), np.empty((1, S), np.int64), len(lanes)
+    L, tip = len(lanes), np.empty((1, S), np.int64)
+    # The entry at the end of each stream; -1 if the stream is empty.
+    last_entries = np.empty(L, np.int64)
     distance, next_word = min(_DISTANCE, L), words.shape[1] - S
     for m in range(-distance, L):
         if m + distance < L:
@@ -113,22 +115,23 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
         if m >= 0:
             e = lanes[m]
             slot = e * T + (cursors[e] - 1) % T
-            tips[m] = index.where[slot] + 1 if cursors[e] > 0 else -1
+            last_entries[m] = index.where[slot] + 1 if cursors[e] > 0 else -1
             prefetch(index.spans, e, index.episode[slot] * 16, index.episode[slot] * 16 + 32)
     for m in range(-distance, L):
         if m + distance < L:
-            # The last entry of the stream, and the next one, which the write fills.
-            prefetch(entries, max(tips[m + distance], 0), 0, 2 * entries.shape[1] * 8)
+            # The write fills the entry after the last one.
+            prefetch(entries, max(last_entries[m + distance], 0), 0, 2 * entries.shape[1] * 8)
         if m >= 0:
-            if tips[m] >= 0:
+            p = last_entries[m]
+            if p >= 0:
                 for j in range(k - 1):
-                    copy_words(last, 0, j * F, entries, tips[m] - (k - 1) + j, 0, F)
-                copy_words(last, 0, (k - 1) * F, entries, tips[m], 0, O)
+                    copy_words(tip, 0, j * F, entries, p - (k - 1) + j, 0, F)
+                copy_words(tip, 0, (k - 1) * F, entries, p, 0, O)
             for i in range(offsets[m], offsets[m + 1]):
                 if i > offsets[m]:
                     kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
-                elif tips[m] >= 0:
-                    kinds[i] = _compare_row(last, 0, 0, words, i, S, first, end)
+                elif p >= 0:
+                    kinds[i] = _compare_row(tip, 0, 0, words, i, S, first, end)
                 else:
                     kinds[i] = DISCONTINUITY
 
