@@ -53,7 +53,7 @@ class Snapshot(NamedTuple):
     """Which steps were live at one moment; `EpisodeIndex.changes_since` compares it with the present."""
 
     reset_count: int
-    lanes: np.ndarray
+    lane_bounds: np.ndarray
     """`[E, 2]` cursors and tails."""
 
 
@@ -136,7 +136,7 @@ class EpisodeIndex:
 
     def use(self, tables: Mapping[str, np.ndarray]) -> None:
         """Replaces the tables by arrays of `table_shapes`, and adopts their contents."""
-        self._lanes, self._counters = tables["lanes"], tables["epoch"]
+        self._lane_bounds, self._counters = tables["lanes"], tables["epoch"]
         #: `[1]`, changes whenever the writer sets priorities.
         self.num_updates: np.ndarray = self._counters[1:]
         #: The argument `index` of `kernels`.
@@ -154,8 +154,8 @@ class EpisodeIndex:
         #: `[E, T + 1, 2]` the first and the last step of each episode.
         self.spans: np.ndarray = tables["spans"]
         #: `[E]` the number of the next step, and of the oldest live step.
-        self.cursors: np.ndarray = self._lanes[:, CURSOR]
-        self.tails: np.ndarray = self._lanes[:, TAIL]
+        self.cursors: np.ndarray = self._lane_bounds[:, CURSOR]
+        self.tails: np.ndarray = self._lane_bounds[:, TAIL]
 
     def table_shapes(self) -> dict[str, tuple[Any, tuple[int, ...]]]:
         """Returns the dtype and the shape of each table by name."""
@@ -189,7 +189,7 @@ class EpisodeIndex:
         return ends - firsts
 
     def __len__(self) -> int:
-        return draws.num_live(self._lanes)
+        return draws.num_live(self._lane_bounds)
 
     @property
     def is_full(self) -> bool:
@@ -243,7 +243,7 @@ class EpisodeIndex:
     def reset(self) -> None:
         """Evicts all steps, and numbers steps from 0 again."""
         self._counters[0] += 1
-        self._lanes[:] = 0
+        self._lane_bounds[:] = 0
 
     def restore_lane(
         self,
@@ -280,7 +280,7 @@ class EpisodeIndex:
         spans[: len(firsts), FIRST] = firsts
         spans[: len(firsts), LAST] = np.append(firsts[1:], steps[-1] + 1) - 1
         spans[0, FIRST] = first
-        self._lanes[lane] = steps[-1] + 1, tail
+        self._lane_bounds[lane] = steps[-1] + 1, tail
         return slots
 
     def retained_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -289,12 +289,13 @@ class EpisodeIndex:
 
     def changes_since(self, snapshot: Snapshot | None) -> tuple[Changes | None, Snapshot]:
         """Returns the changes since a snapshot, or None if there are none, and a snapshot of now."""
-        now = Snapshot(int(self._counters[0]), self._lanes.copy())
-        before = snapshot or Snapshot(now.reset_count, np.zeros_like(now.lanes))
+        now = Snapshot(int(self._counters[0]), self._lane_bounds.copy())
+        before = snapshot or Snapshot(now.reset_count, np.zeros_like(now.lane_bounds))
         is_reset = before.reset_count != now.reset_count
-        if not is_reset and before.lanes.tobytes() == now.lanes.tobytes():
+        if not is_reset and before.lane_bounds.tobytes() == now.lane_bounds.tobytes():
             return None, now
-        return Changes(*draws.changes(self.tables, before.lanes, now.lanes, is_reset)), now
+        bounds = before.lane_bounds, now.lane_bounds
+        return Changes(*draws.changes(self.tables, *bounds, is_reset)), now
 
     def _live(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns tails and cursors `[E]` of one moment, because another process may be writing."""
@@ -316,7 +317,7 @@ class EpisodeIndex:
 
     def check_filled(self) -> None:
         """Raises an EmptyError if the storage is empty."""
-        if not draws.num_live(self._lanes):
+        if not draws.num_live(self._lane_bounds):
             raise EmptyError("the storage is empty: write steps with record() or extend() first.")
 
     def check_live(self, slots: Slots, tails: np.ndarray | None = None) -> None:
@@ -364,7 +365,7 @@ class EpisodeIndex:
         """Returns the step number of each transition within its lane, `[*B]` int64."""
         array = np.asarray(slots)
         steps = np.empty(array.shape, np.int64)
-        draws.steps_of(self._lanes, self.steps_per_lane, array.reshape(-1), steps.reshape(-1))
+        draws.steps_of(self._lane_bounds, self.steps_per_lane, array.reshape(-1), steps.reshape(-1))
         return _like(slots, steps)
 
     def overwritten(self, slots: np.ndarray, cursors: np.ndarray) -> np.ndarray:

@@ -38,7 +38,7 @@ class Index(NamedTuple):
     discontinuity before a later step changes `spans` alone."""
     spans: Any
     """`[E, T + 1, 2]` int64, the FIRST and the LAST step of each episode."""
-    lanes: Any
+    lane_bounds: Any
     """`[E, 2]` int64: CURSOR, the number of steps written, and TAIL, the oldest valid step."""
     num_steps: int
     """T."""
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
     """R: from this word on an entry holds values of the step that stand under `next`."""
 
 
-#: Columns of `Index.lanes` and of `Index.spans`.
+#: Columns of `Index.lane_bounds` and of `Index.spans`.
 CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)
 #: Values of `Index.ends`.

@@ -71,11 +71,11 @@ def increment(position: int, size: int) -> int:
 
 
 @loop
-def num_live(lanes: Any) -> int:
-    """Returns the number of valid steps of lanes `[E, 2]`."""
+def num_live(lane_bounds: Any) -> int:
+    """Returns the number of valid steps, given `lane_bounds` `[E, 2]`."""
     live = 0
-    for e in range(len(lanes)):
-        live += max(lanes[e, CURSOR] - lanes[e, TAIL], 0)
+    for e in range(len(lane_bounds)):
+        live += max(lane_bounds[e, CURSOR] - lane_bounds[e, TAIL], 0)
     return live
 
 
@@ -83,11 +83,11 @@ def num_live(lanes: Any) -> int:
 def window_of(tables: Any, count: int) -> int:
     """Returns the least w such that the newest w steps of each lane are `count` rows or more, or all."""
     index = Index(*tables)
-    lanes, low, high = index.lanes, 1, index.num_steps
+    lane_bounds, low, high = index.lane_bounds, 1, index.num_steps
     while low < high:
         middle, num_steps = (low + high) // 2, 0
-        for e in range(len(lanes)):
-            num_steps += min(lanes[e, CURSOR] - lanes[e, TAIL], middle)
+        for e in range(len(lane_bounds)):
+            num_steps += min(lane_bounds[e, CURSOR] - lane_bounds[e, TAIL], middle)
         if num_steps >= count:
             high = middle
         else:
@@ -99,13 +99,13 @@ def window_of(tables: Any, count: int) -> int:
 def draw(tables: Any, window: int, noise: Any) -> Any:
     """Returns slots `[B]` of valid rows, drawn uniformly from the newest `window` steps of each lane."""
     index, slots = Index(*tables), np.empty(len(noise), np.int64)
-    lanes, E, T = index.lanes, len(index.lanes), index.num_steps
+    lane_bounds, E, T = index.lane_bounds, len(index.lane_bounds), index.num_steps
     # By lane: the slot within the lane of its oldest step in the window, and how many rows come before.
     oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
     for e in range(E):
-        cursor = lanes[e, CURSOR]
+        cursor = lane_bounds[e, CURSOR]
         # A concurrent writer may have moved the tail beyond the cursor that was read.
-        count = max(min(cursor - lanes[e, TAIL], window), 0)
+        count = max(min(cursor - lane_bounds[e, TAIL], window), 0)
         oldest[e], starts[e] = (cursor - count) % T, total
         total += count
     share = E / max(total, 1)
@@ -132,13 +132,13 @@ def draw(tables: Any, window: int, noise: Any) -> Any:
 
 
 @loop
-def steps_of(lanes: Any, T: int, slots: Any, steps: Any) -> None:
+def steps_of(lane_bounds: Any, T: int, slots: Any, steps: Any) -> None:
     """Writes the number of the newest step, so far, in each slot `[B]`."""
-    E = len(lanes)
+    E = len(lane_bounds)
     for i in range(len(slots)):
         if not 0 <= slots[i] < E * T:
             raise IndexError("slots must be at least 0 and below the number of slots")
-        newest = lanes[lane_of(slots[i], E, T), CURSOR] - 1
+        newest = lane_bounds[lane_of(slots[i], E, T), CURSOR] - 1
         steps[i] = newest - (newest - slots[i]) % T
 
 
@@ -152,13 +152,13 @@ def bounds(tables: Any, slots: Any) -> Any:
         `NEWEST`, to the oldest and the newest valid step of the lane.
     """
     index = Index(*tables)
-    episode, spans, lanes, T = index.episode, index.spans, index.lanes, index.num_steps
-    E = len(lanes)
+    episode, spans, lane_bounds, T = index.episode, index.spans, index.lane_bounds, index.num_steps
+    E = len(lane_bounds)
     newest, newest_positions = np.empty(E, np.int64), np.empty(E, np.int64)
     flat_spans = spans.reshape(-1, 2)
     distances = np.empty((len(slots), 4), np.int64)
     for e in range(E):  # cursors are read once, because a concurrent writer moves them
-        newest[e] = lanes[e, CURSOR] - 1
+        newest[e] = lane_bounds[e, CURSOR] - 1
         newest_positions[e] = newest[e] % T
     for i in range(len(slots)):
         if not 0 <= slots[i] < len(episode):
@@ -177,7 +177,7 @@ def bounds(tables: Any, slots: Any) -> Any:
         distances[i, BEGIN] = min(spans[e, number, FIRST] - step, 0)
         # A step that is written but not yet published does not count.
         distances[i, END] = max(min(spans[e, number, LAST] - step, num_newer), 0)
-        distances[i, OLDEST] = max(min(lanes[e, TAIL] - step, 0), 1 - T)
+        distances[i, OLDEST] = max(min(lane_bounds[e, TAIL] - step, 0), 1 - T)
         distances[i, NEWEST] = num_newer
     return distances
 
@@ -206,7 +206,7 @@ def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any) -> Any:
         steps: `[B]` float64, rounded down; may be empty if no kind is "geometric".
     """
     index = Index(*tables)
-    E, T = len(index.lanes), index.num_steps
+    E, T = len(index.lane_bounds), index.num_steps
     distances, has_random = bounds(tables, slots), False
     for i in range(len(slots)):
         has_random |= kinds[i] == _RANDOM
@@ -236,7 +236,7 @@ def windows(tables: Any, slots: Any, n: int) -> tuple[Any, Any]:
     A window is the row and the rows after it in its episode; the last row is repeated up to n rows.
     """
     index, distances = Index(*tables), bounds(tables, slots)
-    E, T = len(index.lanes), index.num_steps
+    E, T = len(index.lane_bounds), index.num_steps
     out, lengths = np.empty((n, len(slots)), np.int64), np.empty(len(slots), np.int64)
     for j in range(len(out)):
         for i in range(len(slots)):
@@ -280,14 +280,14 @@ def sequences(tables: Any, slots: Any, burn_in: int, S: int, boundary: int) -> t
         a row begins an episode.
     """
     index = Index(*tables)
-    episode, spans, lanes, T = index.episode, index.spans, index.lanes, index.num_steps
-    E, distances, out = len(lanes), bounds(tables, slots), np.empty((len(slots), S), np.int64)
+    episode, spans, lane_bounds, T = index.episode, index.spans, index.lane_bounds, index.num_steps
+    E, distances, out = len(lane_bounds), bounds(tables, slots), np.empty((len(slots), S), np.int64)
     valid, begins = np.empty(out.shape, np.bool_), np.empty(out.shape, np.bool_)
     for i in range(len(slots)):
         first, oldest, begin = distances[i, BEGIN], distances[i, OLDEST], -burn_in
         low, high = max(first, oldest), distances[i, END]
         e = lane_of(slots[i], E, T)
-        step = lanes[e, TAIL] - oldest
+        step = lane_bounds[e, TAIL] - oldest
         if boundary == _CROSS:
             low, high = oldest, distances[i, NEWEST]
         elif boundary == _FIT:

@@ -98,7 +98,7 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
     """Compares the observations `words` `[N, 2 S + W - O]` of a block with those before them."""
     index, (entries, sizes, k) = Index(*tables), store
     F, O, first, end, _ = sizes
-    cursors, T, S = index.lanes[:, CURSOR], index.num_steps, O + (k - 1) * F
+    cursors, T, S = index.lane_bounds[:, CURSOR], index.num_steps, O + (k - 1) * F
     L, tip = len(lanes), np.empty((1, S), np.int64)
     # The entry at the end of each stream; -1 if the stream is empty.
     last_entries = np.empty(L, np.int64)
@@ -148,7 +148,7 @@ def compare_with_tips(
         for i in range(offsets[m], offsets[m + 1]):
             if i > offsets[m]:
                 kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, size.first, size.end)
-            elif index.lanes[e, CURSOR] > 0:
+            elif index.lane_bounds[e, CURSOR] > 0:
                 kinds[i] = _compare_row(tips, e, 0, words, i, S, size.first, size.end)
             else:
                 kinds[i] = DISCONTINUITY
@@ -163,7 +163,7 @@ def count_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, ends: Any) -> 
     index, (done, cut), gaps = Index(*tables), ends, 0
     T = index.num_steps
     for m in range(len(lanes)):
-        e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
+        e, cursor = lanes[m], index.lane_bounds[lanes[m], CURSOR]
         is_open = cursor > 0 and index.ends[e * T + (cursor - 1) % T] == CONTINUES
         for i in range(offsets[m], offsets[m + 1]):
             gaps += is_open and not cut[i] and kinds[i] == DISCONTINUITY
@@ -179,13 +179,13 @@ def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> 
     cannot lie after it becomes SEPARATE.
     """
     index = Index(*tables)
-    where, bounds, depth = index.where, index.lanes, index.depth
+    where, lane_bounds, depth = index.where, index.lane_bounds, index.depth
     T, M, k = index.num_steps, index.num_entries, index.stack
     for m in range(len(lanes)):
         e, begin, end = lanes[m], offsets[m], offsets[m + 1]
         if begin == end:
             continue
-        base, cursor, tail = e * M, bounds[e, CURSOR], bounds[e, TAIL]
+        base, cursor, tail = e * M, lane_bounds[e, CURSOR], lane_bounds[e, TAIL]
         # The newest step is in entry p, its next observation in p + 1: p + 2 is free.
         head = where[e * T + (cursor - 1) % T] - base + 2 if cursor else 0
         slot = tail % T
@@ -211,7 +211,7 @@ def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> 
                 slot = increment(slot, T)
             entry[i] = base + position
             head = position + 2
-        bounds[e, TAIL] = max(tail, cursor + end - begin - T)
+        lane_bounds[e, TAIL] = max(tail, cursor + end - begin - T)
     fence()
 
 
@@ -234,10 +234,10 @@ def enter(
     """
     index, (done, cut) = Index(*tables), ends
     where, episode, spans = index.where, index.episode, index.spans
-    bounds, priorities, T = index.lanes, index.priorities, index.num_steps
+    lane_bounds, priorities, T = index.lane_bounds, index.priorities, index.num_steps
     for m in range(len(lanes)):
         e = lanes[m]
-        step = bounds[e, CURSOR]
+        step = lane_bounds[e, CURSOR]
         newest = e * T + (step - 1) % T
         is_open, running = False, T
         if step > 0:
@@ -285,7 +285,7 @@ def publish(tables: Any, lanes: Any, offsets: Any) -> None:
     index = Index(*tables)
     fence()
     for m in range(len(lanes)):
-        index.lanes[lanes[m], CURSOR] += offsets[m + 1] - offsets[m]
+        index.lane_bounds[lanes[m], CURSOR] += offsets[m + 1] - offsets[m]
     fence()
 
 
@@ -338,14 +338,14 @@ def find_unused(tables: Any, first: int, last: int) -> Any:
         `[n, 2]` ranges of entries, some of which are empty. A range may reach across lanes.
     """
     index = Index(*tables)
-    where, lanes, T, M = index.where, index.lanes, index.num_steps, index.num_entries
+    where, lane_bounds, T, M = index.where, index.lane_bounds, index.num_steps, index.num_entries
     edges, n = np.empty(4 * (last - first) + 2, np.int64), 1
     edges[0] = first * M
     for e in range(first, last):
-        newest = lanes[e, CURSOR] - 1
+        newest = lane_bounds[e, CURSOR] - 1
         if newest < 0:
             continue
-        oldest = where[e * T + min(lanes[e, TAIL], newest) % T]
+        oldest = where[e * T + min(lane_bounds[e, TAIL], newest) % T]
         start, head = max(oldest - (index.depth - 1), e * M), where[e * T + newest % T] + 2
         if start >= head:  # the stream wraps around the end of its lane
             edges[n], edges[n + 1] = e * M, head
@@ -365,7 +365,7 @@ def are_overwritten(tables: Any, slots: Any, cursors: Any) -> Any:
     index, overwritten = Index(*tables), np.empty(len(slots), np.bool_)
     T = index.num_steps
     fence()
-    tails = index.lanes[:, TAIL].copy()
+    tails = index.lane_bounds[:, TAIL].copy()
     for i in range(len(slots)):
         lane = slots[i] // T
         newest = cursors[lane] - 1

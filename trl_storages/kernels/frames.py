@@ -315,7 +315,7 @@ def update_tips(tables: Any, members: Any, lanes: Any) -> None:
     num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.record_words
     row = np.empty((1, 2 * S + num_step_words), np.int64)
     for m in range(len(lanes)):
-        e, cursor = lanes[m], index.lanes[lanes[m], CURSOR]
+        e, cursor = lanes[m], index.lane_bounds[lanes[m], CURSOR]
         if states[e, _RESET_COUNT] == reset_count and states[e, _CURSOR] == cursor:
             continue
         states[e, _RESET_COUNT], states[e, _CURSOR], states[e, END] = reset_count, cursor, 0
@@ -393,7 +393,7 @@ def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any
         e, i = lanes[m], offsets[m + 1] - 1
         if i >= offsets[m]:
             copy_words(store.tips, e, 0, words, i, words.shape[1] - S, S)
-            states[e, _CURSOR] = index.lanes[e, CURSOR]
+            states[e, _CURSOR] = index.lane_bounds[e, CURSOR]
             states[e, END] = end_of(members, entry[i] + 1)
     return gaps
 

@@ -33,8 +33,8 @@ def retained_steps(tables: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _bounds_of_lanes(tables: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns cursors and tails `[E]`; another process may be moving them."""
     index = Index(*tables)
-    cursors, tails = index.lanes[:, CURSOR].copy(), index.lanes[:, TAIL].copy()
-    is_valid = (tails >= 0) & (tails <= index.lanes[:, CURSOR])
+    cursors, tails = index.lane_bounds[:, CURSOR].copy(), index.lane_bounds[:, TAIL].copy()
+    is_valid = (tails >= 0) & (tails <= index.lane_bounds[:, CURSOR])
     if not (is_valid & (cursors - tails <= index.num_steps)).all():
         raise RuntimeError(
             f"the index is damaged: a tail is not within {index.num_steps} steps of its cursor."
@@ -47,15 +47,15 @@ def require(
 ) -> None:
     """Raises a RuntimeError if an invariant is false `[N]` for a step that is still stored."""
     violations = np.flatnonzero(~is_true)
-    lanes = Index(*tables).lanes[lane[violations]]
-    if (step[violations] >= np.minimum(lanes[:, TAIL], lanes[:, CURSOR] - 1)).any():
+    lane_bounds = Index(*tables).lane_bounds[lane[violations]]
+    if (step[violations] >= np.minimum(lane_bounds[:, TAIL], lane_bounds[:, CURSOR] - 1)).any():
         raise RuntimeError(f"the index is damaged: {name}.")
 
 
 def check_bounds(tables: Any) -> None:
     """Raises a RuntimeError if reading a slot could exceed the tables or the entries."""
     index = Index(*tables)
-    where, num_entries = index.where, len(index.lanes) * index.num_entries
+    where, num_entries = index.where, len(index.lane_bounds) * index.num_entries
     _bounds_of_lanes(tables)
     is_valid = ((where == 0) | (where >= index.stack - 1)) & (where < num_entries - 1)
     if not (is_valid & (index.episode >= 0) & (index.episode <= index.num_steps)).all():

@@ -54,15 +54,15 @@ def set_priorities(tables: Any, slots: Any, steps: Any, priorities: Any, changed
         set; and the largest priority that was set.
     """
     index = Index(*tables)
-    lanes, T, column = index.lanes, index.num_steps, index.priorities
-    E, count, largest = len(lanes), 0, 0.0
+    lane_bounds, T, column = index.lane_bounds, index.num_steps, index.priorities
+    E, count, largest = len(lane_bounds), 0, 0.0
     for i in range(len(slots)):
         if not -1 <= slots[i] < E * T:
             return -1, largest
     for i in range(len(slots)):
         slot = slots[i]
         e = lane_of(slot, E, T)
-        if slot >= 0 and lanes[e, TAIL] <= steps[i] < lanes[e, CURSOR]:
+        if slot >= 0 and lane_bounds[e, TAIL] <= steps[i] < lane_bounds[e, CURSOR]:
             column[slot] = raw = max(np.float64(priorities[i]), _LEAST)
             largest = max(largest, raw)
             changed[count] = slot
@@ -187,19 +187,19 @@ def set_weights(
 
 
 @loop
-def newest_ranges(lanes: Any, T: int, window: int, ranges: Any) -> None:
+def newest_ranges(lane_bounds: Any, T: int, window: int, ranges: Any) -> None:
     """Writes the leaf ranges of the newest `window` steps of each lane.
 
     The ranges include evicted steps, whose weight is 0.
 
     Args:
-        lanes: `[E, 2]` cursors and tails as of the last update of the tree.
+        lane_bounds: `[E, 2]` cursors and tails as of the last update of the tree.
         T: steps a lane.
         window: number of steps, at most T.
         ranges: `[2, 2 E]`, the result: first leaves and ends.
     """
-    for e in range(len(lanes)):
-        cursor = lanes[e, CURSOR]
+    for e in range(len(lane_bounds)):
+        cursor = lane_bounds[e, CURSOR]
         count = min(cursor, window)
         first = (cursor - count) % T
         end = first + count

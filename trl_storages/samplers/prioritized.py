@@ -399,8 +399,8 @@ class Priorities:
         if window is not None:
             ranges = np.empty((2, 2 * self.index.num_envs), np.int64)
             # The newest steps in the tree, because another process may be writing newer ones.
-            lanes = self._snapshot.lanes
-            priority_tree.newest_ranges(lanes, self.index.steps_per_lane, window, ranges)
+            lane_bounds = self._snapshot.lane_bounds
+            priority_tree.newest_ranges(lane_bounds, self.index.steps_per_lane, window, ranges)
         slots, weights = np.empty(len(noise), np.int64), np.empty(len(noise))
         total = priority_tree.draw_leaves(self.sums, self.starts, ranges, noise, slots, weights)
         return slots, weights, total, ranges
