@@ -365,7 +365,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestStreams = pytest.mark.requirement("stored-once")(Machine.TestCase)
-TestStreams.settings = settings(max_examples=150, stateful_step_count=12, phases=QUICK)
+TestStreams.settings = settings(max_examples=300, stateful_step_count=12, phases=QUICK)
 
 
 @pytest.mark.search
