@@ -150,3 +150,14 @@ def test_a_state_that_is_too_large_for_a_dump_is_refused(tmp_path):
     with pytest.raises(ValueError, match="MiB"):
         storage.dumps(tmp_path / "dump")
     assert not (tmp_path / "dump").exists()
+
+
+def test_a_state_that_is_too_large_for_a_directory_is_reported(tmp_path):
+    storage = assemble(
+        storage=library.PackedStorage(30, path=tmp_path / "rows"), transform=Shifted(3_000_000)
+    )
+    HISTORIES["filling"].write(storage)
+    for store in storage.flush, storage.close:
+        with pytest.warns(UserWarning, match="8 MiB"):
+            store()
+    assert_same(library.ReplayStorage.open(tmp_path / "rows", mode="r")[:], storage[:])

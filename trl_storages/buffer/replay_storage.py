@@ -985,7 +985,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         """Waits until all transitions are on the disk, with the state of the other components.
 
         Afterwards they survive a power cut, unless they are evicted. Kills need no `flush`: written
-        transitions survive them in any case. In memory this does nothing.
+        transitions survive them in any case. In memory this does nothing. If the state of the other
+        components reaches 8 MiB, as that of a large network does, only transitions are stored, and a
+        warning is given.
 
         Raises:
             OSError: the disk is full. The transitions are stored as after a kill.
@@ -994,7 +996,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             self._storage.flush(to_json(self._component_states()))
 
     def close(self, *, keep: bool = True) -> None:
-        """Flushes a directory, and lets another process write. This buffer can still sample.
+        """Flushes a directory as `flush`, and lets another process write. This buffer can still sample.
 
         Args:
             keep: whether to keep the directory; False removes it.

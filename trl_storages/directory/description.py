@@ -18,6 +18,7 @@ from trl_storages.directory.files import read_text, write_text
 from trl_storages.entries.fields import DTYPES, NAMES, FrameStack
 from trl_storages.entries.layout import Layout
 from trl_storages.kernels.frames import BACK
+from trl_storages.validation import warn_caller
 
 __all__ = ["NAME", "ROWS", "UNREADABLE", "Description", "damaged", "described", "layout_of"]
 
@@ -96,11 +97,18 @@ class Description:
     def write(self, directory: Path) -> None:
         """Replaces the description of a directory, atomically and durably.
 
+        A warning is given if `state` is left out.
+
         Raises:
             OSError: the disk is full. Nothing was changed.
         """
         words = {**_KIND, **vars(self), "layout": described(self.layout)}
         if not self.has_room_for(self.state):
+            warn_caller(
+                f"{directory} stores all transitions, but not the state of samplers, transforms and "
+                "generator, because it is not smaller than 8 MiB. Apply a transform with a large network "
+                "to the sampled batches instead."
+            )
             words["state"] = {}
         write_text(directory / NAME, json.dumps({**words, "check": _check(words)}))
 
