@@ -65,6 +65,18 @@ class TestSeeds:
                 assert_batches(ahead.sample_episodes(2), plain.sample_episodes(2))
         ahead.shutdown()
 
+    def test_generator_and_sampler_that_are_set_replace_prefetched_batches(self):
+        storage, batches = make(size=40, batch_size=8, prefetch=2), []
+        Lanes(40).write(storage, [ends([9, 9, 9])])
+        storage.sample()
+        for _ in range(2):
+            storage.set_rng(torch.Generator().manual_seed(0))
+            batches.append(storage.sample())
+        assert_batches(*batches)
+        storage.set_sampler(library.PERSampler(40))
+        assert "priority_weight" in storage.sample()
+        storage.shutdown()
+
 
 @pytest.mark.requirement("live-parameters")
 class TestLiveParameters:

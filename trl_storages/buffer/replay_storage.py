@@ -786,22 +786,35 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Replaces the sampler, and returns the previous one. The new one gets the buffer's generator.
 
+        Prefetched batches are discarded.
+
         Raises:
             TypeError: it is a TorchRL sampler that does not support lanes. Nothing was changed.
             ValueError: it uses priorities, and has room for fewer transitions. Nothing was changed.
         """
         sampler = resolve_sampler(sampler)
+        self.synchronize()
         with self._replay_lock, self._write_lock:
             if (prioritized := _prioritized(sampler)) is not None:
                 prioritized.priorities_of(self._storage.view())
+            self._prefetch_queue.clear()
             previous, self._sampler = self._sampler, sampler
             sampler._rng = self._rng
             self._pipeline = self._new_pipeline()
         return previous
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Replaces the generator of random numbers; None uses torch's default generator."""
+        """Replaces the generator of random numbers; None uses torch's default generator.
+
+        Prefetched batches are discarded.
+        """
         validation.optional(validation.instance, "generator", generator, torch.Generator)
+        self.synchronize()
+        with self._replay_lock, self._write_lock:
+            self._prefetch_queue.clear()
+            self._adopt_rng(generator)
+
+    def _adopt_rng(self, generator: torch.Generator | None) -> None:
         super().set_rng(generator)
         self._pipeline = self._new_pipeline()
 
@@ -936,7 +949,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             adopts = [*map(prepare_load_component, components, parts)]
         if rng is not None:
             generator = self._rng or torch.Generator()
-            adopts += [prepare_load_generator(generator, rng), partial(self.set_rng, generator)]
+            adopts += [prepare_load_generator(generator, rng), partial(self._adopt_rng, generator)]
         if not isinstance(cursors, list) or not all(type(cursor) is int for cursor in cursors):
             raise ValueError("cursors must be a list of integers: nothing changed.")
         if reopened and cursors != (current := self.episodes.cursors.tolist()):
