@@ -96,6 +96,10 @@ MESSAGES = {
         lambda: setattr(library.PERSampler(9), "refresh_ms", -1),
         "refresh_ms must be",
     ),
+    "incomplete batches dropped": (
+        lambda: library.HERSampler(base=SamplerWithoutReplacement(drop_last=True)),
+        "drop_last must be False",
+    ),
     "empty observation": (lambda: record(x=NUMBERS, y={}), "'y' must be numbers"),
 }
 
@@ -106,14 +110,6 @@ ERRORS = ValueError, TypeError, AttributeError, FileNotFoundError
 def test_mistakes_raise_and_say_what_to_pass(call, message):
     with pytest.raises(ERRORS, match=f"(?i){message}"):
         call()
-
-
-def test_sampler_without_replacement_that_drops_the_last_batch_is_accepted():
-    for drop_last in (True, False):
-        sampler = SamplerWithoutReplacement(drop_last=drop_last)
-        storage = library.ReplayStorage(storage=packed(), sampler=sampler, batch_size=4)
-        storage.extend(rows(Player().play([6])))
-        assert [len(batch) for batch in storage] == [4, 4]
 
 
 def test_errors_of_the_system_are_not_reported_as_damage():

@@ -25,10 +25,6 @@ SIZE, LANES = HISTORY.size, HISTORY.lanes
 THEIRS = {
     "RandomSampler": (lambda: {"sampler": stock.RandomSampler()}, None),
     "SamplerWithoutReplacement": (lambda: {"sampler": stock.SamplerWithoutReplacement()}, None),
-    "SamplerWithoutReplacement, last batch dropped": (
-        lambda: {"sampler": stock.SamplerWithoutReplacement(drop_last=True)},
-        None,
-    ),
     "SliceSampler": (lambda: {"sampler": stock.SliceSampler(slice_len=2)}, "EpisodeSequence"),
     "SliceSamplerWithoutReplacement": (
         lambda: {"sampler": stock.SliceSamplerWithoutReplacement(slice_len=2)},

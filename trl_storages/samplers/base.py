@@ -280,6 +280,7 @@ def resolve_sampler(sampler: Any) -> Any:
 
     Raises:
         TypeError: no sampler of this library replaces that of TorchRL.
+        ValueError: it is a `SamplerWithoutReplacement` with `drop_last`.
 
     >>> resolve_sampler(RandomSampler())
     UniformSampler()
@@ -287,6 +288,11 @@ def resolve_sampler(sampler: Any) -> Any:
     if sampler is None or type(sampler) is RandomSampler:
         return UniformSampler()
     if type(sampler) is SamplerWithoutReplacement and sampler.shuffle:
+        if sampler.drop_last:
+            raise ValueError(
+                "drop_last must be False, got True: each batch is complete, because transitions of the "
+                "next epoch complete the last batch of an epoch."
+            )
         return UniformSampler(without_replacement=True)
     reject_torchrl_components(sampler)
     return validation.instance("sampler", sampler, Sampler, what="a sampler")
