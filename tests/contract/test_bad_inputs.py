@@ -211,6 +211,10 @@ DRAWS = {
     "sample_episodes(0)": (lambda s: s.sample_episodes(0), ValueError),
     "batches(-1)": (lambda s: s.batches(-1), ValueError),
     "can_sample(0)": (lambda s: s.can_sample(0), ValueError),
+    **{
+        f"a mask {shape}": (lambda s, shape=shape: s[torch.ones(shape) > 0], IndexError)
+        for shape in [(), (2, 2), (3,)]
+    },
 }
 
 PRIORITIES = {

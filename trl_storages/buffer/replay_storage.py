@@ -547,10 +547,11 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         Args:
             index: a slice of the history in time order, oldest transition first; or slots, as an int, a
-                list, a mask or an integer tensor of any shape B; or a key, for one field of the history.
+                list, an integer tensor of any shape B or a mask `[N]` over all slots; or a key, for one
+                field of the history.
 
         Raises:
-            IndexError: a slot holds no transition.
+            IndexError: a slot holds no transition, or a mask has another shape.
         """
         with self._replay_lock, self._write_lock:
             if isinstance(index, tuple | str):
@@ -561,10 +562,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 batch, overwritten = view.read(slots), view.overwritten(slots)
                 return batch if overwritten is None else batch[~overwritten]
             slots = validation.values("index", index)
-            is_mask = slots.dtype is torch.bool
-            return self._storage.get(
-                validation.slots(slots.nonzero().squeeze(-1) if is_mask else slots)
-            )
+            if slots.dtype is torch.bool:
+                if slots.shape != (capacity := self._storage.max_size,):
+                    raise IndexError(
+                        f"a mask must have one value per slot, [{capacity}], got {[*slots.shape]}."
+                    )
+                slots = slots.nonzero().squeeze(-1)
+            return self._storage.get(validation.slots(slots))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Raises a RuntimeError: transitions are not overwritten in place."""
