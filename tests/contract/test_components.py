@@ -295,6 +295,17 @@ def test_an_iteration_ends_with_the_epoch(prefetch, has_goals):
         storage.sample()
 
 
+def test_an_iteration_ends_if_all_other_transitions_of_the_epoch_are_evicted():
+    storage = assemble(10, batch_size=4, sampler=library.UniformSampler(without_replacement=True))
+    player = Player()
+    storage.extend(rows(player.play([10])))
+    batches = iter(storage)
+    for _ in range(2):
+        next(batches)
+        storage.extend(rows(player.play([10])))
+    assert next(batches, None) is None
+
+
 class Tripled(Transform):
     """Rewards are stored times three, and drawn as they were."""
 

@@ -226,14 +226,13 @@ class UniformSampler(ReplaySampler):
         while num_slots < len(noise):
             if position == len(epoch.order):
                 index.check_filled()
-                has_ended |= num_slots > 0
                 bounds = index.tails.copy(), index.cursors.copy()
                 epoch, position = _Epoch(int(noise[num_slots]), *bounds, index.reset_count), 0
             end = min(position + len(noise) - num_slots, len(epoch.order))
             chunks.append(epoch.live_slots(index, position, end))
             num_slots, position = num_slots + len(chunks[-1]), end
-        self._epoch, self._position = epoch, position
-        self.ran_out = has_ended or position == len(epoch.order)
+            has_ended |= position == len(epoch.order)  # also if the rest of it was evicted
+        self._epoch, self._position, self.ran_out = epoch, position, has_ended
         return np.concatenate(chunks)
 
     def _empty(self) -> None:
