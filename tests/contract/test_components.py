@@ -3,6 +3,7 @@
 import math
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -269,8 +270,12 @@ def test_rows_that_do_not_come():
             storage.sample(wait=True, **options)
         assert not storage.wait_until_sampleable(2, **options)
     storage.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        storage.wait_until_sampleable()
+    for sample in (
+        *(storage.wait_until_sampleable, storage.sample, partial(storage.sample_episodes, 1)),
+        library.ReplayStorageEnsemble(storage, batch_size=2).sample,
+    ):
+        with pytest.raises(RuntimeError, match="shut down"):
+            sample()
 
 
 @pytest.mark.requirement("generation")

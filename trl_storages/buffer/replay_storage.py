@@ -84,7 +84,6 @@ _setting = partial(ComponentSetting, lock_of=attrgetter("_replay_lock"))
 _NO_LOCK = nullcontext()
 _STATE = ("parts", "writer", "recorder", "generator", "cursors")
 _NOT_COPIED = ("_iterator", "_pipeline", "_replay_lock", "_rng")
-_SHUT_DOWN = "the replay buffer was shut down: it samples no more batches."
 # Seconds between two checks while `sample` waits for transitions.
 _PAUSE = 0.005
 
@@ -641,8 +640,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         size = self._batch_size
         if batch_size is not None:
             size = validation.integer("batch_size", batch_size, at_least=1)
-        if self._service_shutdown:
-            raise RuntimeError(_SHUT_DOWN)
+        self._check_not_shut_down()
         if size is None:
             raise RuntimeError("batch_size is unknown: pass it to the constructor or to sample().")
         if self._prefetch_queue.number and size == self._batch_size:
@@ -676,12 +674,15 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         end = math.inf if timeout is None else time.monotonic() + timeout
         cancelled = threading.Event() if cancel_event is None else cancel_event
         while True:
-            if self._service_shutdown:
-                raise RuntimeError(_SHUT_DOWN)
+            self._check_not_shut_down()
             if self.can_sample(min_items):
                 return True
             if time.monotonic() >= end or cancelled.wait(_PAUSE):
                 return False
+
+    def _check_not_shut_down(self) -> None:
+        if self._service_shutdown:
+            raise RuntimeError("the replay buffer was shut down: it samples no more batches.")
 
     def _count(self, batch: TensorDictBase) -> None:
         self._num_sampled[0] += 1
@@ -699,6 +700,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     def sample_share(self, batch_size: int) -> TensorDictBase:
         """Samples a part of a larger batch, without prefetching and normalising of weights."""
+        self._check_not_shut_down()
         sampler = self._prioritized
         with self._replay_lock, self._write_lock:
             if sampler is None:
@@ -722,9 +724,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         Raises:
             ValueError: `n` is below 1.
-            RuntimeError: no complete episode is stored.
+            RuntimeError: no complete episode is stored, or the buffer is shut down.
         """
         n = validation.integer("n", n, at_least=1)
+        self._check_not_shut_down()
         self.synchronize()  # so that a seed samples the same episodes
         with self._replay_lock, self._write_lock:
             batch = self._pipeline.sample_episodes(n)
@@ -781,7 +784,11 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self._prefetch_queue.wait()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the prefetching thread; nothing is sampled afterwards."""
+        """Ends the prefetching thread after the requested batches; sampling raises from then on.
+
+        Args:
+            timeout: is ignored, because the thread always ends once it has sampled the requested batches.
+        """
         self._service_shutdown = True
         self._prefetch_queue.close()
 
