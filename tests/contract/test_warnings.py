@@ -52,7 +52,8 @@ def test_eviction_of_short_episodes_is_reported_before_the_next_transitions():
 def test_priorities_that_are_never_updated_are_reported_once():
     storage = assemble(64, sampler=library.PERSampler(64), batch_size=2)
     storage.extend(steps(0))
-    for _ in range(1000):
+    for number in range(1000):
+        storage.alpha = 0.5 + number // 400 / 10  # does not restart the count
         storage.sample()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -127,6 +127,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         self._priorities: Priorities | None = None
         # The largest priority so far, for the next `Priorities`; None takes it from the transitions.
         self._largest: float | None = None
+        # The number of batches sampled.
+        self._num_batches = 0
 
     def priorities_of(self, view: StorageView) -> Priorities:
         """Returns the priorities of all transitions of a view, up to date.
@@ -157,8 +159,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         """
         priorities = self.priorities_of(view)
         # A reader of a directory cannot update priorities and gets no warning.
-        is_missing = priorities.num_batches == _NUM_BATCHES_WARNED and not priorities.largest
-        priorities.num_batches += 1
+        is_missing = self._num_batches == _NUM_BATCHES_WARNED and not priorities.largest
+        self._num_batches += 1
         if is_missing and view.is_exclusive:
             warn_caller(
                 f"{_NUM_BATCHES_WARNED:,} batches were sampled by priority, but priorities were never "
@@ -297,8 +299,6 @@ class Priorities:
             largest = self._largest_of(index.live_slots().numpy())
         #: The largest raw priority so far, 0 before the first update.
         self.largest = largest
-        #: The number of batches sampled.
-        self.num_batches = 0
 
     @property
     def of_new(self) -> float:
