@@ -33,7 +33,7 @@ __all__ = [
     "check_free",
     "check_storable",
     "continued_keys",
-    "goal_entries",
+    "goal_keys",
     "have_next",
     "info_key",
     "key_path",
@@ -55,7 +55,7 @@ TERMINATED: NestedKey = ("next", "terminated")
 TRUNCATED: NestedKey = ("next", "truncated")
 TRAJECTORY_IDS: NestedKey = ("collector", "traj_ids")
 
-# Entries of a sampled batch in addition to the stored fields.
+# Keys of a sampled batch in addition to the stored fields.
 INDEX: NestedKey = "index"
 INDEX_GENERATION: NestedKey = "index_generation"
 MASK: NestedKey = ("collector", "mask")
@@ -90,10 +90,10 @@ IS_INIT: NestedKey = "is_init"
 STEPS_TO_NEXT_OBS: NestedKey = "steps_to_next_obs"
 
 
-def goal_entries(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
+def goal_keys(goal_key: NestedKey) -> tuple[NestedKey, NestedKey]:
     """Returns the keys of a goal's slots and of its relabelling mask in a batch.
 
-    >>> goal_entries("desired_goal"), goal_entries(("goals", "actor"))
+    >>> goal_keys("desired_goal"), goal_keys(("goals", "actor"))
     (('goal_index', 'her_mask'), (('goals', 'actor_index'), ('goals', 'actor_mask')))
     """
     if goal_key == DESIRED_GOAL:
@@ -138,12 +138,12 @@ def overlapping(key: NestedKey, others: Iterable[NestedKey]) -> NestedKey | None
     return None
 
 
-# Entries with these names belong to a single step: the next step does not begin with their next values.
+# Fields with these names belong to a single step: the next step does not begin with their next values.
 _STEP_NAMES = frozenset({"reward", "done", "terminated", "truncated", "step_count"})
 
 
 def next_key(key: NestedKey) -> NestedKey:
-    """Returns the key of the same entry one step later.
+    """Returns the key of the same field one step later.
 
     >>> next_key("observation"), next_key(("goals", "achieved"))
     (('next', 'observation'), ('next', 'goals', 'achieved'))
@@ -172,7 +172,7 @@ def stored_info(key: NestedKey, stored: Container[NestedKey]) -> NestedKey:
 
 
 def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value is the value of the next transition of the episode.
+    """Returns the keys whose next value is the value of the next transition of the episode.
 
     Args:
         keys: the keys of a transition.
@@ -187,7 +187,7 @@ def continued_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
 
 
 def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
-    """Returns the entries whose next value may be the value of the next transition.
+    """Returns the keys whose next value may be the value of the next transition.
 
     Args:
         keys: the keys of a transition.
@@ -199,7 +199,7 @@ def shared_keys(keys: Collection[NestedKey]) -> list[NestedKey]:
 
 
 def have_next(keys: Collection[NestedKey]) -> bool:
-    """Returns whether an entry has a next value, except `is_init`, which TorchRL's InitTracker adds.
+    """Returns whether a key has a next value, except `is_init`, which TorchRL's InitTracker adds.
 
     >>> have_next(["observation", "is_init", ("next", "reward"), ("next", "is_init")])
     False

@@ -94,9 +94,9 @@ class UniformReplayStorage(ReplayStorage):
     """A replay buffer that samples uniformly.
 
     The spaces fix the fields of a transition, so even a first write that does not fit raises. The fields
-    are the observation (the entries of a dict space under their own names, any other space as
+    are the observation (each key of a dict space under its own name, any other space as
     `observation`) at the root and under `next`, `action`, and `reward`, `done`, `terminated` and
-    `truncated` under `next`. Other entries of a collector or policy are not stored.
+    `truncated` under `next`. Other fields of a collector or policy are not stored.
 
     Args:
         observation_space: gymnasium's, or a TorchRL spec such as `env.observation_spec`.
@@ -111,7 +111,7 @@ class UniformReplayStorage(ReplayStorage):
         mode: "r+" writes to `path`; "r" reads `path` while another process may write.
         n_step: n of the n-step returns; 1 leaves transitions unchanged.
         discount: gamma of the n-step returns, and of geometric goals; a loss has its own.
-        reward_key: entry that n-step returns sum, or a list of several: `[("next", "reward"), ("next",
+        reward_key: field that n-step returns sum, or a list of several: `[("next", "reward"), ("next",
             "cost")]` with `info_keys=["cost"]`.
         alpha: priority exponent; 0 samples without priorities, and batches have no `priority_weight`.
         beta: exponent of the importance weights.
@@ -130,10 +130,10 @@ class UniformReplayStorage(ReplayStorage):
             `{**info, "state": state, "next": {"state": next_state}}` if both are fields.
             `("next", "reward")` replaces the field of the reward, (float32, [1]). For one reward per
             agent build the buffer from components.
-        info_keys: entries of gymnasium's infos to store: keys, whose first write fixes dtype and shape,
+        info_keys: fields of gymnasium's infos to store: keys, whose first write fixes dtype and shape,
             or a mapping from key to space. `force` is stored as `("next", "force")`, where TorchRL's info
             readers write it, because an info describes the next state: n-step returns take it from the
-            last step. A nested key is stored as it is. Use `extra_fields` for entries that describe the
+            last step. A nested key is stored as it is. Use `extra_fields` for infos that describe the
             observation, such as a recurrent state before the step.
         autoreset_mode: gymnasium's `env.metadata["autoreset_mode"]`, for `record`; "Disabled" is for
             loops that reset environments themselves. `record` of several environments needs it.

@@ -23,10 +23,10 @@ __all__ = ["ReplayStorageEnsemble"]
 
 # Entries that some samplers add -> their values for transitions from other samplers, from the slots.
 _DEFAULTS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
-    keys.PRIORITY_WEIGHT: lambda index: torch.ones_like(index, dtype=torch.float32),
-    keys.HER_MASK: lambda index: torch.zeros_like(index, dtype=torch.bool),
+    keys.PRIORITY_WEIGHT: lambda slots: torch.ones_like(slots, dtype=torch.float32),
+    keys.HER_MASK: lambda slots: torch.zeros_like(slots, dtype=torch.bool),
     keys.GOAL_INDEX: torch.clone,
-    keys.STEPS_TO_NEXT_OBS: lambda index: torch.ones_like(index).unsqueeze(-1),
+    keys.STEPS_TO_NEXT_OBS: lambda slots: torch.ones_like(slots).unsqueeze(-1),
 }
 # Dtypes that index_select does not support -> dtypes of the same size.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -44,7 +44,7 @@ class ReplayStorageEnsemble(Strict):
     the buffers themselves, and save them one by one.
 
     Args:
-        *storages: the replay buffers. Their batches must have the same entries and the same number of
+        *storages: the replay buffers. Their batches must have the same fields and the same number of
             transitions per sample.
         shares: mixing ratios of the buffers, which add up to 1; None mixes equally. May be set later.
         batch_size: B; None requires a size with each `sample`.
@@ -135,12 +135,12 @@ class ReplayStorageEnsemble(Strict):
             batch_size: B; None uses the constructor's.
 
         Returns:
-            TensorDict `[B * S]` with the entries of the buffers' batches, `buffer_ids`, the number of the
+            TensorDict `[B * S]` with the fields of the buffers' batches, `buffer_ids`, the number of the
             buffer of each transition, and `index`, the slot in that buffer.
 
         Raises:
             RuntimeError: a buffer cannot sample its share, or no batch size is known.
-            ValueError: the buffers' batches have different entries.
+            ValueError: the buffers' batches have different fields.
         """
         counts = self._counts(batch_size)
         pairs = [pair for pair in zip(self.storages, counts, strict=True) if pair[1]]
@@ -228,14 +228,14 @@ def _reorder(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _check_alike(batches: list[dict[NestedKey, torch.Tensor]], counts: list[int]) -> None:
-    """Raises a ValueError if entries differ in dtype, shape, transitions per sample, or device."""
+    """Raises a ValueError if fields differ in dtype, shape, transitions per sample, or device."""
     kinds: list[set[Any]] = [
         {(key, it.dtype, it.shape[1:], len(it) / count, it.device) for key, it in batch.items()}
         for batch, count in zip(batches, counts, strict=True)
     ]
     if differing := set.union(*kinds) - set.intersection(*kinds):
         raise ValueError(
-            "the batches of an ensemble must have the same entries, dtypes, shapes and transitions per "
+            "the batches of an ensemble must have the same fields, dtypes, shapes and transitions per "
             f"sample, but differ in {sorted({str(key) for key, *_ in differing})}: drop or convert "
-            "entries by a transform, or pass the same sample_unit to all buffers."
+            "fields by a transform, or pass the same sample_unit to all buffers."
         )

@@ -24,7 +24,7 @@ from trl_storages.validation import counted
 __all__ = ["Explanation", "explain", "reduce_priorities", "sampled_priorities"]
 
 _ROWS_SHOWN = 10
-# Columns, and the entries of a batch that they show, if the batch has them.
+# Columns, and the keys of a batch that they show, if the batch has them.
 _OPTIONAL: tuple[tuple[str, NestedKey], ...] = (
     ("valid", keys.VALIDITY_MASK),
     ("valid", keys.MASK),
@@ -84,7 +84,7 @@ def _cell(value: float | list[Any]) -> str:
 def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> Explanation:
     """Reports for each sample which transition it is and how it was transformed.
 
-    The columns, int64 unless noted; the last four groups appear only if the batch has their entries:
+    The columns, int64 unless noted; the last four groups appear only if the batch has their fields:
 
     - `slot`, `lane`: where the transition is stored.
     - `age`: its rank by age; the newest transition has age 0.
@@ -126,7 +126,7 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
     # The batch may have been sampled before the sampler was replaced.
     goal_keys = [layer.goal_key for layer in layers_of(sampler) if isinstance(layer, HERSampler)]
     for key in dict.fromkeys([keys.DESIRED_GOAL, *goal_keys]):
-        goals, mask = (_column(batch, entry) for entry in keys.goal_entries(key))
+        goals, mask = (_column(batch, it) for it in keys.goal_keys(key))
         if goals is not None and mask is not None:
             name = "goal" if key == keys.DESIRED_GOAL else ".".join(keys.key_path(key))
             same = columns["episode"] == _episode_of(episodes, goals)
@@ -145,12 +145,12 @@ def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _column(batch: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
-    """Returns an entry as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
-    entry, shape = batch.get(key, None), batch[keys.INDEX].shape
-    # The batch size may be that of the sequences, with their steps as a dimension of the entries.
-    if entry is None or entry.shape[: len(shape)] != shape:
+    """Returns a field as `[B]`, or `[B, A]` if it has several values per sample; None if missing."""
+    field, shape = batch.get(key, None), batch[keys.INDEX].shape
+    # The batch size may be that of the sequences, with their steps as a dimension of the fields.
+    if field is None or field.shape[: len(shape)] != shape:
         return None
-    column = entry.detach().cpu().reshape(shape.numel(), -1)
+    column = field.detach().cpu().reshape(shape.numel(), -1)
     return column.squeeze(1) if column.shape[1] == 1 else column
 
 
@@ -163,9 +163,9 @@ def sampled_priorities(
 
     Args:
         data: a sampled batch of any batch size, or a part of it; sequences also with batch size `[n]`
-            and entries `[n, S, ...]`.
+            and fields `[n, S, ...]`.
         priority_key: key of the priorities.
-        priority: the priorities, if they are not an entry of `data`: one per transition (`[N]`,
+        priority: the priorities, if they are not a field of `data`: one per transition (`[N]`,
             `[n, S]`) or one per sequence (`[n]`); trailing dimensions are allowed.
         reduction: how several values of one transition become one: "max", "min", "mean" or "median".
 

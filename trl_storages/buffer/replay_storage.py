@@ -91,8 +91,8 @@ _PAUSE = 0.005
 class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type: ignore[misc]
     """A replay buffer over lanes of episodes, which is a `TensorDictReplayBuffer` of TorchRL.
 
-    TorchRL's buffers add the sampler's entries to a batch after the transforms have run, so a sampled
-    goal never reaches the transform that must write it. Here each `ReplayTransform` reads these entries
+    TorchRL's buffers add the sampler's fields to a batch after the transforms have run, so a sampled
+    goal never reaches the transform that must write it. Here each `ReplayTransform` reads these fields
     and other transitions of the storage, under the buffer's locks, as of one moment.
 
     Args:
@@ -140,7 +140,10 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     _process_lock: ProcessLock | None = None
     _rng: torch.Generator | None = None
     n_step = _setting("n of the n-step returns (`NStep`).", _PASS_N_STEP)
-    discount = _setting("γ of n-step returns, which is read, and of geometric goals.", _PASS_N_STEP)
+    discount = _setting(
+        "Discount of n-step returns and geometric goals; reading returns that of `NStep`.",
+        _PASS_N_STEP,
+    )
     alpha = _setting("Priority exponent (`PERSampler`).", _PASS_PER)
     beta = _setting("Exponent of the importance weights (`PERSampler`).", _PASS_PER)
     normalize = _setting("How importance weights are normalised (`PERSampler`).", _PASS_PER)
@@ -330,7 +333,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             tensordicts: `[T]` or `[]` for one lane; `[L, T]` (time last) or `[L]` (one step each) for
                 several lanes; or `[N]` transitions with trajectory ids, see `EpisodeWriter`.
             lanes: the L distinct lanes to write, as numbers or as a mask; None writes all lanes.
-            update_priority: whether to use the entry `priority_key`, if present, as priorities; None is
+            update_priority: whether to use the field `priority_key`, if present, as priorities; None is
                 True.
 
         Returns:
@@ -612,14 +615,14 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         Args:
             batch_size: B; None uses the constructor's. Only batches of that size are prefetched.
-            return_info: whether to return the sampler's entries as a dict, too.
+            return_info: whether to return the sampler's fields as a dict, too.
             wait: whether to wait until there are transitions.
             timeout: seconds to wait at most; None waits forever.
             cancel_event: ends the wait when it is set.
 
         Returns:
             TensorDict `[B]` of the stored fields, after the transforms, with `index`, `index_generation`
-            and the sampler's other entries; the steps of a `sample_unit` are consecutive.
+            and the sampler's other fields; the steps of a `sample_unit` are consecutive.
 
         Raises:
             ValueError: `batch_size` is below 1.
@@ -862,7 +865,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def update_tensordict_priority(
         self, data: TensorDictBase, priority: torch.Tensor | None = None
     ) -> None:
-        """Updates the priorities of a sampled batch, from its entry `priority_key` or from `priority`.
+        """Updates the priorities of a sampled batch, from its field `priority_key` or from `priority`.
 
         Padding and transitions that were overwritten since are skipped. A sequence has one priority, that
         of its anchor: the one passed for the sequence, or the largest of its valid learning steps.
@@ -872,7 +875,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             data: a sampled batch or a part of it, possibly reshaped to sequences by
                 `batch.reshape(-1, num_steps)`. Its priorities are `[B]`, `[B, 1]`, or `[B, ...]`, reduced
                 by the sampler's `reduction`.
-            priority: the priorities, if they are not an entry of the batch: one per transition, `[B]`, or
+            priority: the priorities, if they are not a field of the batch: one per transition, `[B]`, or
                 `[n, S]` for n sequences of S steps; or one per sequence, `[n]`, as from
                 `sequence_priority`.
 
@@ -1082,7 +1085,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         age 0. Batches of `sample_episodes` count as sampled, with their padding.
 
         Returns:
-            the entries of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
+            the numbers of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
             `prefetch_queue_size` and `initialized`; and
 
             - `episodes`: number of episodes that have stored transitions.

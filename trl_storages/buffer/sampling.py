@@ -24,7 +24,7 @@ from trl_storages.transforms import GoalRelabel, ReplayTransform, transforms_in
 
 __all__ = ["SamplingPipeline"]
 
-#: Entries that a sampler adds to a batch, key -> `[B, ...]` on the host.
+#: Fields that a sampler adds to a batch, key -> `[B, ...]` on the host.
 Info = dict[Any, torch.Tensor]
 # The number of written transitions from which on reward functions are audited.
 _MIN_STEPS_TO_AUDIT = 1000
@@ -97,7 +97,7 @@ class SamplingPipeline:
     def sample(
         self, batch_size: int, needed: torch.Tensor | None = None
     ) -> tuple[TensorDictBase, Info]:
-        """Samples a batch `[B]`, and returns it with the entries of sampler and sample unit.
+        """Samples a batch `[B]`, and returns it with the fields of sampler and sample unit.
 
         Samples that another process overwrites meanwhile are replaced by samples of further batches.
         Therefore a reader makes progress however fast the writer is.

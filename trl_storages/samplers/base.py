@@ -93,14 +93,15 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         Args:
             view: the storage as of one moment, which is not empty.
             noise: `[D, B]` int64 random numbers, uniform from 0 to 2^63 - 1.
-            window: number of the newest steps of each lane to draw from; None draws from all steps.
+            window: the recency window: how many of the newest steps of each lane to draw from; None
+                draws from all steps.
 
         Returns:
             `[B]` int64 slots, and the sampler's fields of the batch, as arrays `[B, ...]`.
         """
         raise NotImplementedError
 
-    # Called by TorchRL's buffers
+    # State
 
     def state(self) -> State:
         """Returns the state on which the next batches depend, except parameters and the generator."""
@@ -114,6 +115,8 @@ class ReplaySampler(Strict, Sampler):  # type: ignore[misc]
         """
         required_items(type(self).__name__, state, ())
         return all_of()
+
+    # Called by TorchRL's buffers
 
     def state_dict(self) -> State:
         """Returns `state()`."""
@@ -207,13 +210,13 @@ class UniformSampler(ReplaySampler):
         """Draws `[B]` slots, and no fields.
 
         Raises:
-            ValueError: a window is given, and the sampler samples without replacement.
+            ValueError: a recency window is given, and the sampler samples without replacement.
         """
         if not self._has_epochs:
             return view.episodes.draw(noise[0], window), {}
         if window is not None:
             raise ValueError(
-                "UniformSampler(without_replacement=True) cannot sample from a window."
+                "UniformSampler(without_replacement=True) cannot sample from a recency window."
             )
         return self._continue_epoch(view.episodes, noise[0]), {}
 

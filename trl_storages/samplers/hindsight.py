@@ -129,7 +129,7 @@ class HERSampler(WrappingSampler):
     ) -> None:
         self._goal_key = validation.root_key("goal_key", goal_key)
         # Keys of the goal slots and of the relabelling mask in a batch.
-        self._drawn_keys = keys.goal_entries(self._goal_key)
+        self._drawn_keys = keys.goal_keys(self._goal_key)
         super().__init__(base)
         self.strategy, self.num_goals, self.discount = strategy, num_goals, discount
 
@@ -155,12 +155,12 @@ class HERSampler(WrappingSampler):
         )
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws transitions and their goal transitions.
+        """Draws transitions of the recency window, and their goal transitions.
 
         Returns:
             `[B]` int64 slots, and the base's fields with `goal_index`, `[B]` int64 slots of the goal
             transitions (the same slot if a transition is not relabelled), and `her_mask`, `[B]` bool.
-            With another `goal_key` both are named after the key, see `keys.goal_entries`.
+            With another `goal_key` both are named after the key, see `keys.goal_keys`.
         """
         slots, info = self._base.draw(view, noise[1:], window)
         goal_noise, strategy = noise[0], self.strategy

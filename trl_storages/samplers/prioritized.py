@@ -152,7 +152,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         return priorities
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws `[B]` slots in proportion to their priorities.
+        """Draws `[B]` slots of the recency window in proportion to their priorities.
 
         Returns:
             `[B]` int64 slots; and `priority_weight` `[B]` float32.
@@ -389,7 +389,8 @@ class Priorities:
 
         Args:
             noise: `[B]` int64 random numbers.
-            window: number of the newest steps of each lane to draw from; None draws from all steps.
+            window: the recency window: how many of the newest steps of each lane to draw from; None
+                draws from all steps.
 
         Returns:
             `[B]` slots; `[B]` float64 weights of the slots; the total weight of the ranges; and the

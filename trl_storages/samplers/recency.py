@@ -73,9 +73,9 @@ class ERESampler(WrappingSampler):
     Args:
         eta: recency strength in (0, 1]; 1 samples from all transitions. The smallest window of a phase
             contains the fraction eta^1000 of the transitions: 0.996 leaves 2 %.
-        c_min: smallest window, in transitions.
+        c_min: smallest recency window, in transitions.
         updates_per_phase: K of phases that a write starts.
-        base: samples within the window; None samples uniformly.
+        base: samples within the recency window; None samples uniformly.
         reference: whether N is the number of transitions "stored" or the "capacity" (as in the paper).
 
     All arguments except `base` are attributes that may be set at any time, for instance by TorchRL's
@@ -129,10 +129,10 @@ class ERESampler(WrappingSampler):
         return self._phase.num_updates
 
     def begin_phase(self, num_updates: int) -> None:
-        """Begins a phase: the next update is update 1 and has the widest window.
+        """Begins a phase: the next update is update 1 and has the widest recency window.
 
         Args:
-            num_updates: K, the number of updates until the window is narrowest.
+            num_updates: K, the number of updates until the recency window is narrowest.
 
         Raises:
             ValueError: `num_updates` is below 1.
@@ -141,7 +141,7 @@ class ERESampler(WrappingSampler):
         self._phase.update, self._phase.num_updates = 0, num_updates
 
     def window(self, episodes: EpisodeIndex) -> int:
-        """Returns c_k, the number of newest transitions from which the current update samples."""
+        """Returns c_k, the number of transitions in the recency window of the current update."""
         phase, num_stored = self._phase, len(episodes)
         # The exponent of the last update is 1000 for each K, so that eta has the same effect in phases of
         # any length.
@@ -150,7 +150,7 @@ class ERESampler(WrappingSampler):
         return min(max(int(num_counted * self.eta ** (1000 * progress)), self.c_min), num_stored)
 
     def draw(self, view: StorageView, noise: np.ndarray, window: int | None) -> Drawn:
-        """Draws the batch of the next update: the base draws within the window."""
+        """Draws the batch of the next update: the base draws within the recency window of that update."""
         index, phase = view.episodes, self._phase
         reset_count, num_written = index.reset_count, int(index.cursors.sum())
         if phase.reset_count not in (None, reset_count):

@@ -1,6 +1,6 @@
 """N-step returns.
 
-Letters: B batch, n steps of a window, m valid steps of a window, A agents.
+Letters: B batch, n steps of an n-step window, m valid steps, A agents.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NStep(ReplayTransform):
         next_t   <- next_{t+m-1}
 
     `done`, `terminated`, `truncated` and every other field under `next` come from the last step of the
-    window. `steps_to_next_obs`, int64 of the shape of the rewards, is m, so that TorchRL's losses
+    n-step window. `steps_to_next_obs`, int64 of the shape of the rewards, is m, so that TorchRL's losses
     bootstrap with γ^m: at a truncation, a split or the newest step, but never at a terminal state. Root
     fields are unchanged.
 
@@ -59,14 +59,14 @@ class NStep(ReplayTransform):
     the default dtype for bool and 8- or 16-bit integers, to float64 for larger integers.
 
     **Several agents.** With `reward_key=("next", "agents", "reward")`, `[B, A, 1]`, the rewards of each
-    agent are summed separately. The transition's `done` ends the window of all agents; the `done` of a
-    single agent is an ordinary field.
+    agent are summed separately. The transition's `done` ends the n-step window of all agents; the `done`
+    of a single agent is an ordinary field.
 
     **Several rewards.** With `reward_key=[("next", "reward"), ("next", "cost")]` each field is summed
-    separately, over the same window.
+    separately, over the same n-step window.
 
-    **HER.** In `Compose(GoalRelabel(...), NStep(...))` all rewards of a window are for the goal of its
-    first step, and with a `terminated_fn` the window ends where the goal is reached.
+    **HER.** In `Compose(GoalRelabel(...), NStep(...))` all rewards of an n-step window are for the goal
+    of its first step, and with a `terminated_fn` the n-step window ends where the goal is reached.
 
     Args:
         n_step: n, at least 1; 1 leaves batches unchanged, without `steps_to_next_obs`.
@@ -110,11 +110,11 @@ class NStep(ReplayTransform):
         self.steps_to_next_obs_key = steps_to_next_obs_key
 
     def prepare(self, rows: BatchRows) -> None:
-        """Requests the window, if n is above 1.
+        """Requests n-step windows, if n is above 1.
 
         Raises:
             ValueError: the data are already n-step transitions, or have no next observations.
-            RuntimeError: another `NStep` has requested a window.
+            RuntimeError: another `NStep` has requested n-step windows.
         """
         if self.n_step == 1:
             return
@@ -139,7 +139,7 @@ class NStep(ReplayTransform):
 
         Raises:
             KeyError: the transitions have no reward.
-            RuntimeError: an earlier transform has set rewards of the batch instead of the window.
+            RuntimeError: an earlier transform has set rewards of the batch instead of the n-step window.
             TypeError: the rewards are complex.
         """
         if self.n_step == 1:
@@ -149,8 +149,8 @@ class NStep(ReplayTransform):
             reward_keys = [reward_keys]
         if window is None or not rows.changes.keys().isdisjoint(reward_keys):
             raise RuntimeError(
-                f"NStep sums {self.reward_key!r} over its window, but an earlier transform changed the "
-                "rewards of the batch: change those of rows.steps."
+                f"NStep sums {self.reward_key!r} over its n-step window, but an earlier transform "
+                "changed the rewards of the batch: change those of rows.steps."
             )
         rewards, changes = [window[key] for key in reward_keys], window.changes
         lengths = rows.lengths if rows.is_on_host else sent(rows.lengths, rows.device)
@@ -195,19 +195,19 @@ def _discounted_sums(
     values = rewards.reshape(*rewards.shape[:2], -1)
     weights = sent(_discounts(len(values), discount), rewards.device)[:, None, None]
     step = torch.arange(len(values), device=rewards.device)[:, None, None]
-    # `where`, not a product, because rewards outside of a window may be infinite.
+    # `where`, not a product, because rewards outside of an n-step window may be infinite.
     sums = (torch.where(step < lengths[:, None], values, 0).double() * weights).sum(0)
     return sums.to(dtype).view(rewards.shape[1:])
 
 
 @lru_cache(maxsize=16)
 def _discounts(num_steps: int, gamma: float) -> np.ndarray:
-    """Returns the weight of each reward of a window.
+    """Returns the weight of each reward of an n-step window.
 
         R = Σ γ^i · r_i,  i = 0 .. m - 1
 
     Args:
-        num_steps: n, the longest window.
+        num_steps: n, the longest n-step window.
         gamma: γ in [0, 1].
 
     Returns:

@@ -1,6 +1,6 @@
 """HER relabelling: replaces goals by achieved goals and recomputes rewards.
 
-Letters: B batch, n steps of a window, R transitions of a call, D transitions that differ, G goal shape.
+Letters: B batch, n of n-step windows, R transitions of a call, D transitions that differ, G goal shape.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GoalRelabel(ReplayTransform):
     recomputed, and `done` is terminated or truncated. The other transitions of the batch, and the stored
     transitions, are never changed.
 
-    In `Compose(GoalRelabel(...), NStep(...))` all steps of a window get the goal of the first step, and
-    their rewards are summed for this goal.
+    In `Compose(GoalRelabel(...), NStep(...))` all steps of an n-step window get the goal of the first
+    step, and their rewards are summed for this goal.
 
     Floating rewards keep their dtype. Rewards stored as bool or integer get a dtype that can also hold
     the results of `reward_fn`.
@@ -130,7 +130,7 @@ class GoalRelabel(ReplayTransform):
         # Goals are copied from the next achieved goal to these keys.
         self._written_keys = written_key, keys.next_key(written_key)
         self._achieved_key = keys.next_key(achieved_key)
-        self._index_key, self._mask_key = keys.goal_entries(self.goal_key)
+        self._index_key, self._mask_key = keys.goal_keys(self.goal_key)
         self._reward_key = validation.key("reward_key", reward_key)
         self._done_key = validation.key("done_key", done_key)
         self._terminated_key = validation.key("terminated_key", terminated_key)
@@ -218,7 +218,7 @@ class GoalRelabel(ReplayTransform):
         infos = {}
         for key in self._info_keys:
             infos[key] = rows[keys.stored_info(key, rows)].flatten(0, len(batch) - 1)
-        if len(batch) > 1:  # the function gets windows as one flat batch
+        if len(batch) > 1:  # the function gets n-step windows as one flat batch
             goals, achieved = goals.expand_as(achieved).flatten(0, 1), achieved.flatten(0, 1)
         return goal_values(name, getattr(self, name), achieved, goals, infos).view(stored.shape)
 
