@@ -61,6 +61,14 @@ def test_plot_ages_counts_ages():
     assert ax.get_title(loc="left") == "3,000 samples of 20 transitions"
 
 
+def test_plot_ages_shows_uniform_sampling_of_lanes_of_different_lengths():
+    storage = UniformReplayStorage(*SPACES, storage_size=40, num_envs=2, seed=0)
+    for lane, num_steps in enumerate([25, 5]):
+        storage.extend(steps(num_steps), lanes=[lane])
+    uniform = plot_ages(storage, storage.sample(500)).lines[0].get_ydata()
+    assert uniform.tolist() == [40.0] * 5 + [20.0] * 16
+
+
 @pytest.mark.parametrize(("size", "width"), [(20, 1), (1200, 3)])
 def test_plot_priorities_shows_mean_and_maximum_by_slot(size, width):
     storage = PrioritizedReplayStorage(*SPACES, storage_size=size, eta=0.9, c_min=2)

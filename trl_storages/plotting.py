@@ -52,16 +52,19 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
     >>> for step in range(30):
     ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
     >>> plot_ages(storage, storage.sample()).get_xlabel()
-    'age in transitions'
+    'age in steps of its lane'
     """
     ax = _axes(storage, ax, (5, 2.6))
     ages = storage.explain(batch)["age"].numpy()
-    num_rows = len(storage)
-    counts, edges = np.histogram(ages, min(_MAX_AGE_BINS, num_rows), (0, num_rows))
+    fill, num_rows = storage.episodes.fill, len(storage)
+    num_steps = int(fill.max())
+    counts, edges = np.histogram(ages, min(_MAX_AGE_BINS, num_steps), (0, num_steps))
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_BLUE, ec="white", lw=0.4)
-    uniform = len(ages) / len(counts)
-    ax.axhline(uniform, color=_ORANGE, ls="--", lw=1.2, label="uniform")
-    ax.set(xlim=(0, num_rows), xlabel="age in transitions", ylabel="samples")
+    num_stored, _ = np.histogram(np.concatenate([*map(np.arange, fill)]), edges)
+    uniform = num_stored * (len(ages) / num_rows)
+    heights = [*uniform, uniform[-1]]
+    ax.step(edges, heights, _ORANGE, where="post", ls="--", lw=1.2, label="uniform")
+    ax.set(xlim=(0, num_steps), xlabel="age in steps of its lane", ylabel="samples")
     return _titled(ax, f"{len(ages):,} samples of {num_rows:,} transitions")
 
 

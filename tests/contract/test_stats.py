@@ -4,6 +4,7 @@ import pytest
 import torch
 from contract.make import assemble, library, make
 from contract.steps import Player, rows, write
+from tensordict import TensorDict
 
 
 @pytest.mark.parametrize("write_episodes", [[4, 1, 7, 5], [2], []], ids=["wrapped", "one", "none"])
@@ -17,6 +18,8 @@ def test_stats_count_episodes_and_ages_of_stored_transitions(place, write_episod
     assert stats["oldest_age"] == max(ages)
     assert stats["mean_age"] == pytest.approx(sum(ages) / len(ages))
     assert stats["size"] == len(ages)
+    stored = TensorDict({"index": storage.episodes.live_slots()}, [len(ages)])
+    assert sorted(storage.explain(stored)["age"].tolist()) == sorted(ages)
     assert all(type(value) in (int, float, bool) for value in stats.values())
 
 

@@ -11,7 +11,6 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -38,7 +37,7 @@ class Explanation:
     """One line per sample of a batch; prints as a table.
 
     Args:
-        columns: name -> `[B]`, or `[B, A]` for several agents, as described in `explain`.
+        columns: name -> `[B]`, or `[B, A]` for several agents, as `ReplayStorage.explain` lists them.
         num_rows: the number of stored transitions.
 
     >>> columns = {"slot": torch.tensor([7, 3]), "age": torch.tensor([0, 4])}
@@ -82,21 +81,7 @@ def _cell(value: float | list[Any]) -> str:
 
 
 def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> Explanation:
-    """Reports for each sample which transition it is and how it was transformed.
-
-    The columns, int64 unless noted; the last four groups appear only if the batch has their fields:
-
-    - `slot`, `lane`: where the transition is stored.
-    - `age`: its rank by age; the newest transition has age 0.
-    - `episode`: a number for its episode; `step`, `length`: its position among the stored transitions of
-      that episode, from 0, and their number.
-    - `valid`: bool, False for padding in a sequence or episode.
-    - `steps`: the number of rewards that its n-step return sums; `[B, A]` if A agents have their own.
-    - `weight`: float, its importance weight.
-    - `relabelled`: bool, whether its goal was replaced by an achieved goal; `goal_slot`: the slot of the
-      transition that achieved this goal (its own slot if not relabelled); `goal_same_episode`: bool;
-      `goal_offset`: how many steps later in the lane the goal was achieved, 0 for other episodes. For a
-      goal with another key, such as `actor_goal`, the columns are `actor_goal_relabelled`, ...
+    """Reports which transition each sample is and how it was transformed; see `ReplayStorage.explain`.
 
     Args:
         batch: a sampled batch with its `index`, whose transitions are still stored.
@@ -109,13 +94,11 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
     """
     slots: Any = _column(batch, keys.INDEX)
     episodes.check_live(slots)
-    by_age, age = episodes.slots_by_age(), np.empty(episodes.capacity, np.int64)
-    age[by_age.numpy()] = np.arange(len(by_age))[::-1]
-    step = episodes.num_before(slots)
+    lanes, step = episodes.lanes_of(slots), episodes.num_before(slots)
     columns = {
         "slot": slots,
-        "lane": episodes.lanes_of(slots),
-        "age": torch.from_numpy(age)[slots],
+        "lane": lanes,
+        "age": torch.from_numpy(episodes.cursors)[lanes] - 1 - episodes.steps_of(slots),
         "episode": _episode_of(episodes, slots),
         "step": step,
         "length": step + episodes.num_after(slots) + 1,
@@ -135,7 +118,7 @@ def explain(batch: TensorDictBase, episodes: EpisodeIndex, sampler: Sampler) -> 
             columns[f"{name}_slot"] = goals
             columns[f"{name}_same_episode"] = same
             columns[f"{name}_offset"] = torch.where(same, offset, 0)
-    return Explanation(columns, len(by_age))
+    return Explanation(columns, len(episodes))
 
 
 def _episode_of(episodes: EpisodeIndex, slots: torch.Tensor) -> torch.Tensor:

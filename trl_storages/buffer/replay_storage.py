@@ -1062,11 +1062,26 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def explain(self, batch: TensorDictBase) -> Explanation:
         """Reports which transition each sample is and how it was transformed; prints as a table.
 
+        The columns, int64 unless noted; the last four groups appear only if the batch has their fields:
+
+        - `slot`, `lane`: where the transition is stored.
+        - `age`: the number of later steps of its lane; the newest transition of each lane has age 0.
+        - `episode`: a number for its episode; `step`, `length`: its position among the stored transitions
+          of that episode, from 0, and their number.
+        - `valid`: bool, False for padding in a sequence or episode.
+        - `steps`: the number of rewards that its n-step return sums; `[B, A]` if A agents have their own.
+        - `weight`: float, its importance weight.
+        - `relabelled`: bool, whether its goal was replaced by an achieved goal; `goal_slot`: the slot of
+          the transition that achieved this goal (its own slot if not relabelled); `goal_same_episode`:
+          bool; `goal_offset`: how many steps later in the lane the goal was achieved, 0 for other
+          episodes. For a goal with another key, such as `actor_goal`, the columns are
+          `actor_goal_relabelled`, ...
+
         Args:
             batch: a batch of this buffer, whose transitions are still stored.
 
         Returns:
-            columns of slot, lane, age, episode, step and more, see `buffer.explain`.
+            the columns by name, each `[B]`.
 
         Raises:
             KeyError: the batch has no `index`.
@@ -1081,8 +1096,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
         The call changes nothing. With priorities it takes some milliseconds per million transitions.
 
-        Ages are in steps of the transition's own environment that were written later; the newest one has
-        age 0. Batches of `sample_episodes` count as sampled, with their padding.
+        The age of a transition is the number of later steps of its lane, as in `explain`. Batches of
+        `sample_episodes` count as sampled, with their padding.
 
         Returns:
             the numbers of TorchRL's buffers: `size`, `write_count`, `capacity`, `utilization`,
