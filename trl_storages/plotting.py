@@ -93,7 +93,7 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
     sampler = layers_of(storage.sampler)[-1]
     expected = "a PERSampler, alpha=0.6"
     validation.instance("the sampler of storage", sampler, PERSampler, what=expected)
-    priorities = sampler.priorities_of(storage.storage.view()).by_slot().astype(np.float64)
+    priorities = sampler.update_priorities_from(storage.storage.view()).by_slot().astype(np.float64)
     num_slots = len(priorities)
     width = -(-num_slots // _MAX_BARS)
     # Empty slots have an infinite priority.

@@ -208,7 +208,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self.set_rng(generator)
         writer.register_storage(storage)
         if (prioritized := self._prioritized) is not None:
-            prioritized.priorities_of(storage.view())
+            prioritized.update_priorities_from(storage.view())
         self.share(shared)
         # A directory is created after all checks.
         storage.prepare()
@@ -337,7 +337,8 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 True.
 
         Returns:
-            int64 slots, with the batch size of the steps.
+            int64 slots, with the batch size of the steps; -1 for transitions that the same write
+            overwrote.
 
         Raises:
             ValueError, KeyError, TypeError: the steps do not fit, a priority is negative or not finite,
@@ -458,7 +459,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self.synchronize()
         with other._replay_lock, other._write_lock:
             if source is not None:
-                source.priorities_of(other._storage.view())  # new transitions get their priorities
+                source.update_priorities_from(other._storage.view())
             with self._replay_lock, self._write_lock:
                 self._writer.extend_from(other._writer)
                 if self._writer.num_envs == other._writer.num_envs:
@@ -466,7 +467,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
                 if sampler is not None and source is not None:
                     largest = max(it.state()["largest"] or 0.0 for it in (sampler, source))
                     sampler.load_state_dict({"largest": largest})
-                    sampler.priorities_of(self._storage.view())
+                    sampler.update_priorities_from(self._storage.view())
 
     def end_episodes(self, lanes: Lanes = None) -> None:
         """Ends the running episodes of some lanes, or of all: the next steps begin new episodes.
@@ -534,9 +535,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             lock = ProcessLock()
             with self._replay_lock:
                 if (sampler := self._prioritized) is not None:
-                    sampler.load_state_dict(
-                        sampler.state()
-                    )  # no stored transition may have the largest priority
+                    sampler.reload_priorities()
                 self._storage.share()
                 self._writer.share()
                 self._process_lock, self.shared = lock, True
@@ -545,7 +544,9 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     # Transitions as they were stored
 
     def __getitem__(self, index: Any) -> Any:
-        """Reads transitions as they were stored, without transforms, into new memory.
+        """Reads transitions as stored: `[i]` and `[mask]` by slot, `[i:j]` in time order.
+
+        No transforms apply, and the transitions are copied.
 
         Args:
             index: a slice of the history in time order, oldest transition first; or slots, as an int, a
@@ -810,7 +811,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
         self.synchronize()
         with self._replay_lock, self._write_lock:
             if (prioritized := _prioritized(sampler)) is not None:
-                prioritized.priorities_of(self._storage.view())
+                prioritized.update_priorities_from(self._storage.view())
             self._prefetch_queue.clear()
             previous, self._sampler = self._sampler, sampler
             sampler._rng = self._rng
@@ -937,7 +938,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
     def _component_states(self) -> State:
         """Returns the state except the transitions."""
         if (prioritized := self._prioritized) is not None:
-            prioritized.priorities_of(self._storage.view())  # sets priorities of new transitions
+            prioritized.update_priorities_from(self._storage.view())
         return {
             "parts": [*map(component_state, self.components())],
             "writer": self._writer.state(),
@@ -1119,7 +1120,7 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
             stats["mean_age"] = float((fill * (fill - 1)).sum() / 2 / max(fill.sum(), 1))
             stats["sample_calls"], stats["samples_returned"] = self._num_sampled
             if sampler is not None:
-                priorities = sampler.priorities_of(view).by_slot()
+                priorities = sampler.update_priorities_from(view).by_slot()
                 priorities = priorities[priorities < math.inf]
                 stats["largest_priority"] = float(priorities.max(initial=0))
                 stats["mean_priority"] = float(priorities.sum() / max(len(priorities), 1))

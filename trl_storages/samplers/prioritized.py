@@ -130,8 +130,8 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         # The number of batches sampled.
         self._num_batches = 0
 
-    def priorities_of(self, view: StorageView) -> Priorities:
-        """Returns the priorities of all transitions of a view, up to date.
+    def update_priorities_from(self, view: StorageView) -> Priorities:
+        """Gives new transitions of a view their priorities; returns the priorities of all transitions.
 
         Raises:
             ValueError: the storage has more slots than `max_capacity`.
@@ -157,7 +157,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         Returns:
             `[B]` int64 slots; and `priority_weight` `[B]` float32.
         """
-        priorities = self.priorities_of(view)
+        priorities = self.update_priorities_from(view)
         # A reader of a directory cannot update priorities and gets no warning.
         is_missing = self._num_batches == _NUM_BATCHES_WARNED and not priorities.largest
         self._num_batches += 1
@@ -175,6 +175,13 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
             scale = weights.min() if self.normalize == "batch" else priorities.least(ranges)
         weight = ((scale / weights) ** self.beta).astype(np.float32)
         return slots, {keys.PRIORITY_WEIGHT: weight}
+
+    def reload_priorities(self) -> None:
+        """Reads the priorities from the index again at their next use; call it before its tables move.
+
+        The largest priority so far is kept, even if no stored transition has it.
+        """
+        self._priorities, self._largest = None, self.state()["largest"]
 
     @property
     def priorities(self) -> torch.Tensor:
@@ -230,7 +237,7 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
         storage.backend.check_writer()
         indices = validation.slots(slots).numpy().reshape(-1)
         values = checked_priorities(priority, len(indices))
-        priorities = self.priorities_of(storage.view())
+        priorities = self.update_priorities_from(storage.view())
         if steps is None:
             expected_steps = storage.episodes.steps_of(indices.clip(0, storage.max_size - 1))
         else:
