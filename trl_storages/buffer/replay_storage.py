@@ -25,9 +25,10 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.envs.transforms import Compose, Transform
 
 from trl_storages import validation
-from trl_storages.buffer.explain import Explanation, explain, reduce_priorities, sampled_priorities
+from trl_storages.buffer.explain import Explanation, explain
 from trl_storages.buffer.loader import make_loader
 from trl_storages.buffer.prefetch import Prefetcher
+from trl_storages.buffer.priorities import reduce_priorities, sampled_priorities
 from trl_storages.buffer.sampling import SamplingPipeline
 from trl_storages.buffer.state import (
     component_state,
