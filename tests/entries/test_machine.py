@@ -245,10 +245,10 @@ class Machine(RuleBasedStateMachine):
         first = int(stores * len(lanes)) if after == "publish" else 0  # so many lanes are published
         for index, rows in self.forms:
             tables, n, is_on_device = index.tables, len(words), isinstance(rows, DeviceEntries)
-            is_compressed, kinds = bool(self.layout.keyframes), np.empty(n, np.uint8)
-            arguments = lanes, offsets, words, kinds
+            is_compressed, continuity = bool(self.layout.keyframes), np.empty(n, np.uint8)
+            arguments = lanes, offsets, words, continuity
             if is_on_device:
-                kinds, _, _, last = rows._compare(block)
+                continuity, _, _, last = rows._compare(block)
             elif is_compressed:
                 frames.update_tips(tables, rows.store, lanes)
                 store = frames.Store(*rows.store)
@@ -257,17 +257,17 @@ class Machine(RuleBasedStateMachine):
                 entries.compare(tables, rows.store, *arguments)
             entry, slots, numbers = np.empty((3, n), np.int64)
             saved = [it.copy() for it in tables[:5]]
-            entries.make_room(tables, lanes, offsets, kinds, entry)
+            entries.make_room(tables, lanes, offsets, continuity, entry)
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
             ends = done, cut
-            entries.enter(tables, lanes, offsets, kinds, entry, ends, False, slots, numbers)
+            entries.enter(tables, lanes, offsets, continuity, entry, ends, False, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)
                 continue
-            part = words[copied], kinds[copied], entry[copied]
+            part = words[copied], continuity[copied], entry[copied]
             if is_on_device:
                 rows._copy_in(torch.from_numpy(part[0]), torch.from_numpy(part[2]))
             elif is_compressed:
@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
                     )
                 else:
                     checksums.write_checksums(
-                        rows.entries, *sizes, tables_of_file, kinds, entry, numbers
+                        rows.entries, *sizes, tables_of_file, continuity, entry, numbers
                     )
                 if after == "copy":
                     np.copyto(rows.checksums, before, where=chance(before.shape) >= stores)

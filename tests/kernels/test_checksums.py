@@ -53,13 +53,13 @@ class TestChecksums:
         rng = np.random.default_rng(0)
         entries = rng.integers(-(2**63), 2**63 - 1, (M, W))
         table, c = np.full((M, checksums.NUM_WORDS), 7), checksums.multipliers(W, k)
-        entry, kinds = (
+        entry, continuity = (
             np.array([k, k + 1, 2 * k + 3]),
             np.array([SEPARATE, SHARED, DISCONTINUITY], np.uint8),
         )
         numbers = [(5 + 1) << 2 | 2, (6 + 1) << 2 | 1, (7 + 1) << 2]
         tables = table, c
-        checksums.write_checksums(entries, size, k, tables, kinds, entry, np.array(numbers))
+        checksums.write_checksums(entries, size, k, tables, continuity, entry, np.array(numbers))
         return entries, tables, entry, dict(zip(entry.tolist(), numbers, strict=True))
 
     def test_are_as_documented(self, size, k):

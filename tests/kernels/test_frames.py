@@ -26,12 +26,12 @@ class Stream:
         block = np.concatenate([words[:-1], np.arange(N - 1)[:, None], words[1:]], 1)
         entries, self.records = np.zeros((N + 5, 2), np.int64), np.zeros((1, ring), np.uint8)
         sizes = (0, C, 0, C, C), 1, C, K, WIDTH
-        kinds = np.array([SEPARATE] + [SHARED] * (N - 2), np.uint8)
+        continuity = np.array([SEPARATE] + [SHARED] * (N - 2), np.uint8)
         tips, states = np.zeros((1, C), np.int64), np.zeros((1, 3), np.int64)
         self.store = entries, self.records, tips, states, np.zeros(1, np.int64), *sizes
         lanes, offsets, entry = np.zeros(1, np.int64), np.array([0, N - 1]), np.arange(N - 1)
         checksum_tables = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
-        frames.copy_in(self.store, lanes, offsets, block, kinds, entry, checksum_tables)
+        frames.copy_in(self.store, lanes, offsets, block, continuity, entry, checksum_tables)
         self.block, self.positions = block, entries[:N, 0] >> 8
         self.backs = (entries[:N, 0] & frames.BACK).tolist()
 

@@ -111,9 +111,9 @@ class DeviceEntries:
         """Writes and publishes a block of at most `most_steps` rows a lane; see `HostEntries.append`."""
         lanes, offsets, words, *_ = block
         tables, num_rows = self._index.tables, len(words)
-        kinds, done, cut, last = self._compare(block)
+        continuity, done, cut, last = self._compare(block)
         entry, slots, numbers = np.empty((3, num_rows), np.int64)
-        where, ends = (tables, lanes, offsets, kinds), (done, cut)
+        where, ends = (tables, lanes, offsets, continuity), (done, cut)
         gaps = 0 if most_gaps is None else entries.count_gaps(*where, ends)
         if most_gaps is not None and gaps > most_gaps:
             return slots, gaps
@@ -129,17 +129,17 @@ class DeviceEntries:
         """Compares the rows of a block with the observations before them in their streams.
 
         Returns:
-            `[N]` kinds of the rows, `[N]` done, `[N]` cut, and the last next observations `[L, S]` of the
-            lanes that have rows, all on the host.
+            `[N]` continuity of the rows, `[N]` done, `[N]` cut, and the last next observations `[L, S]`
+            of the lanes that have rows, all on the host.
         """
         self._update_tips(block.lanes)
         if isinstance(block.words, torch.Tensor):
             return self._compare_on_device(block)
         layout, (lanes, offsets, words, done, cut) = self._layout, block
-        kinds, tips = np.empty(len(words), np.uint8), (self._tips, tuple(layout.sizes))
-        entries.compare_with_tips(self._index.tables, *tips, lanes, offsets, words, kinds)
+        continuity, tips = np.empty(len(words), np.uint8), (self._tips, tuple(layout.sizes))
+        entries.compare_with_tips(self._index.tables, *tips, lanes, offsets, words, continuity)
         last = offsets[1:][offsets[1:] > offsets[:-1]] - 1
-        return kinds, done, cut, words[last, layout.next_word :]
+        return continuity, done, cut, words[last, layout.next_word :]
 
     def _update_tips(self, lanes: np.ndarray) -> None:
         """Copies the last observations of streams that a load or an interrupted write has changed."""
@@ -163,17 +163,17 @@ class DeviceEntries:
         before[sent(first, self.device)] = sent(self._tips[lanes], self.device)
         differs = before != words[:, :S]
         continues = ~differs[:, layout.sizes.first : layout.sizes.end].any(1)
-        kinds = torch.where(continues, SEPARATE, DISCONTINUITY)
-        kinds = torch.where(differs.any(1), kinds, SHARED)
+        continuity = torch.where(continues, SEPARATE, DISCONTINUITY)
+        continuity = torch.where(differs.any(1), continuity, SHARED)
         last = words.index_select(0, sent(block.offsets[1:][has_rows] - 1, self.device))
-        # Two bits for the kind and one bit for each flag, so that one copy brings all to the host.
-        flags = kinds + 4 * block.done + 8 * block.cut
+        # Two bits for the continuity and one bit for each flag, so that one copy brings all to the host.
+        flags = continuity + 4 * block.done + 8 * block.cut
         both = torch.cat([flags.long(), last[:, layout.next_word :].reshape(-1)]).cpu().numpy()
         bits = both[:size]
-        host_kinds = (bits & 3).astype(np.uint8)
-        host_kinds[first[self._index.cursors[lanes] == 0]] = DISCONTINUITY
+        host_continuity = (bits & 3).astype(np.uint8)
+        host_continuity[first[self._index.cursors[lanes] == 0]] = DISCONTINUITY
         done, cut = (bits & [[4], [8]]).astype(bool)
-        return host_kinds, done, cut, both[size:].reshape(len(first), S)
+        return host_continuity, done, cut, both[size:].reshape(len(first), S)
 
     def _copy_in(self, words: torch.Tensor, entry: torch.Tensor) -> None:
         """Copies rows `[N, row_words]` into their entries."""

@@ -71,7 +71,7 @@ CURSOR, TAIL = range(2)
 FIRST, LAST = range(2)
 #: Values of `Index.ends`.
 CONTINUES, DONE, SPLIT = range(3)
-#: How the observation of a row compares with the observation at the end of the stream. A shared one is
+#: Continuity: how the observation of a row compares with that at the end of the stream. A shared one is
 #: bitwise identical and is not stored again. A separate one differs but continues the row before, for
-#: example with a recomputed recurrent state, or with an entry elsewhere. Both other kinds are stored.
+#: example with a recomputed recurrent state, or with an entry elsewhere. All but shared ones are stored.
 SHARED, SEPARATE, DISCONTINUITY = range(3)

@@ -116,7 +116,7 @@ def step_numbers(tables: Any, slots: Any, steps: Any) -> Any:
 
 @loop
 def write_checksums(
-    entries: Any, size: int, k: int, sums: Any, kinds: Any, entry: Any, numbers: Any
+    entries: Any, size: int, k: int, sums: Any, continuity: Any, entry: Any, numbers: Any
 ) -> None:
     """Writes the checksums of rows that were copied into their entries, before the rows are published.
 
@@ -125,14 +125,14 @@ def write_checksums(
         size: O.
         k: frames a stack.
         sums: the checksums and c.
-        kinds: `[N]` how each row compares with the end of its stream.
+        continuity: `[N]` how each row compares with the end of its stream.
         entry: `[N]` the entry of each row.
         numbers: `[N]` the word NUMBER of each row.
     """
     checksums, c = sums
     for i in range(len(entry)):
         # A shared observation already has its checksum.
-        begin = entry[i] + 1 if kinds[i] == SHARED else entry[i] - (k - 1)
+        begin = entry[i] + 1 if continuity[i] == SHARED else entry[i] - (k - 1)
         for q in range(begin, entry[i] + 2):
             checksums[q, NUMBER] = checksums[q, STEP] = 0
             checksums[q, OBSERVATION] = observation_checksum(entries[0, :0], entries, q, 0, size, c)

@@ -23,9 +23,9 @@ frame, S = O + (k - 1) F an observation with all its frames. A row is
 `[observation S | step W - O | next observation S]`, and stacks come first in an observation.
 
 `tables` are those of `kernels.Index`. A `store` is the tuple of the entries `[E M, W]`, the
-`kernels.Sizes` as a plain tuple, and k. `entry` `[N]` or `[B]` int64 are numbers of entries. `kinds`
-`[N]` uint8 say how rows compare with the end of their streams: SHARED, SEPARATE or DISCONTINUITY. The
-rows `offsets[m]` to `offsets[m + 1]` of a block belong to lane `lanes[m]`.
+`kernels.Sizes` as a plain tuple, and k. `entry` `[N]` or `[B]` int64 are numbers of entries.
+`continuity` `[N]` uint8 says how each row compares with the end of its stream: SHARED, SEPARATE or
+DISCONTINUITY. The rows `offsets[m]` to `offsets[m + 1]` of a block belong to lane `lanes[m]`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _are_equal(left: Any, p: int, q: int, right: Any, i: int, j: int, size: int)
 def _compare_row(
     before: Any, p: int, q: int, words: Any, i: int, S: int, first: int, end: int
 ) -> int:
-    """Returns the kind of row i of a block after the observation `before[p, q : q + S]`."""
+    """Returns the continuity of row i of a block after the observation `before[p, q : q + S]`."""
     if _are_equal(before, p, q, words, i, 0, S):
         return SHARED
     continues = _are_equal(before, p, q + first, words, i, first, end - first)
@@ -94,7 +94,7 @@ def _compare_row(
 
 
 @loop
-def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds: Any) -> None:
+def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, continuity: Any) -> None:
     """Compares the observations `words` `[N, 2 S + W - O]` of a block with those before them."""
     index, (entries, sizes, k) = Index(*tables), store
     F, O, first, end, _ = sizes
@@ -129,33 +129,33 @@ def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, kinds
                 copy_words(tip, 0, (k - 1) * F, entries, p, 0, O)
             for i in range(offsets[m], offsets[m + 1]):
                 if i > offsets[m]:
-                    kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
+                    continuity[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
                 elif p >= 0:
-                    kinds[i] = _compare_row(tip, 0, 0, words, i, S, first, end)
+                    continuity[i] = _compare_row(tip, 0, 0, words, i, S, first, end)
                 else:
-                    kinds[i] = DISCONTINUITY
+                    continuity[i] = DISCONTINUITY
 
 
 @loop
 def compare_with_tips(
-    tables: Any, tips: Any, sizes: Any, lanes: Any, offsets: Any, words: Any, kinds: Any
+    tables: Any, tips: Any, sizes: Any, lanes: Any, offsets: Any, words: Any, continuity: Any
 ) -> None:
     """Compares a block with copies `tips` `[E, S]` of the last observations of streams; see `compare`."""
     index, size, S = Index(*tables), Sizes(*sizes), tips.shape[1]
-    next_word = words.shape[1] - S
+    first, end, next_word = size.first, size.end, words.shape[1] - S
     for m in range(len(lanes)):
         e = lanes[m]
         for i in range(offsets[m], offsets[m + 1]):
             if i > offsets[m]:
-                kinds[i] = _compare_row(words, i - 1, next_word, words, i, S, size.first, size.end)
+                continuity[i] = _compare_row(words, i - 1, next_word, words, i, S, first, end)
             elif index.lane_bounds[e, CURSOR] > 0:
-                kinds[i] = _compare_row(tips, e, 0, words, i, S, size.first, size.end)
+                continuity[i] = _compare_row(tips, e, 0, words, i, S, first, end)
             else:
-                kinds[i] = DISCONTINUITY
+                continuity[i] = DISCONTINUITY
 
 
 @loop
-def count_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, ends: Any) -> int:
+def count_gaps(tables: Any, lanes: Any, offsets: Any, continuity: Any, ends: Any) -> int:
     """Returns the number of gaps of a block, whose `done` and `cut` `[N]` are `ends`.
 
     A gap is a row that does not continue the row before although the episode has not ended.
@@ -166,13 +166,13 @@ def count_gaps(tables: Any, lanes: Any, offsets: Any, kinds: Any, ends: Any) -> 
         e, cursor = lanes[m], index.lane_bounds[lanes[m], CURSOR]
         is_open = cursor > 0 and index.ends[e * T + (cursor - 1) % T] == CONTINUES
         for i in range(offsets[m], offsets[m + 1]):
-            gaps += is_open and not cut[i] and kinds[i] == DISCONTINUITY
+            gaps += is_open and not cut[i] and continuity[i] == DISCONTINUITY
             is_open = not done[i]
     return gaps
 
 
 @loop
-def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> None:
+def make_room(tables: Any, lanes: Any, offsets: Any, continuity: Any, entry: Any) -> None:
     """Chooses the entry `[N]` of each row, and evicts the steps whose entries or slots are needed.
 
     The number of rows of a lane is at most `EpisodeIndex.most_steps`. A row that continues its stream but
@@ -192,15 +192,15 @@ def make_room(tables: Any, lanes: Any, offsets: Any, kinds: Any, entry: Any) -> 
         # The block fits between head and the end of the lane's entries, or starts at their beginning.
         need = k + end - begin
         for i in range(begin, end):
-            need += k * (kinds[i] != SHARED)
+            need += k * (continuity[i] != SHARED)
         if head + need > M:
-            kinds[begin] = max(kinds[begin], SEPARATE)
+            continuity[begin] = max(continuity[begin], SEPARATE)
             while tail < cursor and where[e * T + slot] - base >= head:
                 tail += 1  # older than the steps at the beginning of the entries
                 slot = increment(slot, T)
             head = 0
         for i in range(begin, end):
-            position = head - 1 if kinds[i] == SHARED else head + k - 1
+            position = head - 1 if continuity[i] == SHARED else head + k - 1
             while tail < cursor:
                 oldest = where[e * T + slot] - base
                 # Steps before head came after the last return to the beginning and stay. Steps from
@@ -220,7 +220,7 @@ def enter(
     tables: Any,
     lanes: Any,
     offsets: Any,
-    kinds: Any,
+    continuity: Any,
     entry: Any,
     ends: Any,
     cuts_gaps: bool,
@@ -244,7 +244,7 @@ def enter(
             is_open, running = index.ends[newest] == CONTINUES, episode[newest]
         slot = step % T
         for i in range(offsets[m], offsets[m + 1]):
-            begins = cut[i] or not is_open or (cuts_gaps and kinds[i] == DISCONTINUITY)
+            begins = cut[i] or not is_open or (cuts_gaps and continuity[i] == DISCONTINUITY)
             if begins:
                 if step > 0:  # an interrupted write may have lengthened the episode
                     spans[e, running, LAST] = step - 1
@@ -262,7 +262,7 @@ def enter(
 
 
 @loop
-def copy_in(store: Any, words: Any, kinds: Any, entry: Any, begin: int, end: int) -> None:
+def copy_in(store: Any, words: Any, continuity: Any, entry: Any, begin: int, end: int) -> None:
     """Copies rows `begin` to `end` of a block into their entries."""
     entries, sizes, k = store
     F, O = sizes[:2]
@@ -270,7 +270,7 @@ def copy_in(store: Any, words: Any, kinds: Any, entry: Any, begin: int, end: int
     for i in range(begin, end):
         if i + _DISTANCE < end:
             prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
-        if kinds[i] != SHARED:
+        if continuity[i] != SHARED:
             for j in range(k - 1):
                 copy_words(entries, entry[i] - (k - 1) + j, 0, words, i, j * F, F)
             # The newest frame and the rest of the observation are consecutive words.
@@ -310,21 +310,22 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
     """
     (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
     entries, sizes, k = store
-    kinds, (entry, numbers) = np.empty(len(words), np.uint8), np.empty((2, len(words)), np.int64)
-    compare(tables, store, lanes, offsets, words, kinds)
+    continuity = np.empty(len(words), np.uint8)
+    entry, numbers = np.empty((2, len(words)), np.int64)
+    compare(tables, store, lanes, offsets, words, continuity)
     ends, gaps = (done, cut), 0
     if most_gaps < len(words):
-        gaps = count_gaps(tables, lanes, offsets, kinds, ends)
+        gaps = count_gaps(tables, lanes, offsets, continuity, ends)
         if gaps > most_gaps:
             return gaps
     for m in range(0, len(lanes), _GROUP):
         group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
         begin, end = bounds[0], bounds[-1]
-        make_room(tables, group, bounds, kinds, entry)
-        enter(tables, group, bounds, kinds, entry, ends, cuts_gaps, slots, numbers)
-        copy_in(store, words, kinds, entry, begin, end)
+        make_room(tables, group, bounds, continuity, entry)
+        enter(tables, group, bounds, continuity, entry, ends, cuts_gaps, slots, numbers)
+        copy_in(store, words, continuity, entry, begin, end)
         if len(sums[0]):
-            new = kinds[begin:end], entry[begin:end], numbers[begin:end]
+            new = continuity[begin:end], entry[begin:end], numbers[begin:end]
             write_checksums(entries, sizes[1], k, sums, *new)
         publish(tables, group, bounds)
     return gaps

@@ -329,7 +329,7 @@ def update_tips(tables: Any, members: Any, lanes: Any) -> None:
 
 @loop
 def copy_in(
-    members: Any, lanes: Any, offsets: Any, words: Any, kinds: Any, entry: Any, sums: Any
+    members: Any, lanes: Any, offsets: Any, words: Any, continuity: Any, entry: Any, sums: Any
 ) -> None:
     """Copies the rows of a block into their entries, in a file with checksums of the observations."""
     store = Store(*members)
@@ -345,7 +345,7 @@ def copy_in(
         copy_words(frames, 0, 0, store.tips, e, older, C)
         for i in range(offsets[m], offsets[m + 1]):
             p = entry[i]
-            for q in range(p + 1 if kinds[i] == SHARED else p - (k - 1), p + 2):
+            for q in range(p + 1 if continuity[i] == SHARED else p - (k - 1), p + 2):
                 # A row holds only F words of an older frame. The other words of the newest frame fill
                 # the rest, because they change least.
                 start = last if q > p else older
@@ -374,16 +374,17 @@ def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any
     (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
     index, store, size, ends = Index(*tables), Store(*members), len(words), (done, cut)
     update_tips(tables, members, lanes)
-    kinds, (entry, numbers) = np.empty(size, np.uint8), np.empty((2, size), np.int64)
-    compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, kinds)
+    continuity = np.empty(size, np.uint8)
+    entry, numbers = np.empty((2, size), np.int64)
+    compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, continuity)
     gaps = 0
     if most_gaps < size:
-        gaps = count_gaps(tables, lanes, offsets, kinds, ends)
+        gaps = count_gaps(tables, lanes, offsets, continuity, ends)
         if gaps > most_gaps:
             return gaps
-    make_room(tables, lanes, offsets, kinds, entry)
-    enter(tables, lanes, offsets, kinds, entry, ends, cuts_gaps, slots, numbers)
-    copy_in(members, lanes, offsets, words, kinds, entry, sums)
+    make_room(tables, lanes, offsets, continuity, entry)
+    enter(tables, lanes, offsets, continuity, entry, ends, cuts_gaps, slots, numbers)
+    copy_in(members, lanes, offsets, words, continuity, entry, sums)
     if len(sums[0]):
         size = 1 + Sizes(*store.sizes).observation - store.record_words
         write_step_checksums(store.entries, size, store.stack, sums, entry, numbers)
