@@ -261,8 +261,8 @@ class Machine(RuleBasedStateMachine):
             if after == "room":
                 np.copyto(tables[4], saved[4], where=~has_room[:, None])
                 continue
-            ends = done, cut
-            entries.enter(tables, lanes, offsets, continuity, entry, ends, False, slots, numbers)
+            flags = done, cut
+            entries.enter(tables, lanes, offsets, continuity, entry, *flags, False, slots, numbers)
             if after == "enter":
                 for table, before, is_made in zip(tables, saved, made, strict=False):
                     np.copyto(table, before, where=~is_made)

@@ -113,13 +113,13 @@ class DeviceEntries:
         tables, num_rows = self._index.tables, len(words)
         continuity, done, cut, last = self._compare(block)
         entry, slots, numbers = np.empty((3, num_rows), np.int64)
-        where, ends = (tables, lanes, offsets, continuity), (done, cut)
-        gaps = 0 if most_gaps is None else entries.count_gaps(*where, ends)
+        where, flags = (tables, lanes, offsets, continuity), (done, cut)
+        gaps = 0 if most_gaps is None else entries.count_gaps(*where, *flags)
         if most_gaps is not None and gaps > most_gaps:
             return slots, gaps
         words = sent(words, self.device)
         entries.make_room(*where, entry)
-        entries.enter(*where, entry, ends, cuts_gaps, slots, numbers)
+        entries.enter(*where, entry, *flags, cuts_gaps, slots, numbers)
         self._copy_in(words, sent(entry, self.device))
         entries.publish(tables, lanes, offsets)
         self._set_tips(lanes[offsets[1:] > offsets[:-1]], last)

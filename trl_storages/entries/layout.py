@@ -86,7 +86,7 @@ class Layout:
             # The fields that decide whether rows are consecutive must be consecutive words. Therefore
             # the image of a goal is not compressed if there are stacks.
             images = [key for key in images if key in decides]
-        placed, ends = self._placed(
+        placed, group_ends = self._placed(
             stacks,
             [key for key in images if key not in decides],
             [key for key in images if key in decides],
@@ -96,7 +96,7 @@ class Layout:
             [key for key in steps if key[0] == "next"],
         )
         #: F, words of a frame of stacks; O, words of an observation; R, words before `next` values.
-        self.frame_words, start, images_end, middle, *ends = ends
+        self.frame_words, start, images_end, middle, *ends = group_ends
         self.observation_words, self.root_words, end = ends
         self._skipped = (self.frames - 1) * self.frame_words
         #: C, words of a compressed frame, which one word replaces in an entry; 0 if none is compressed.

@@ -155,12 +155,12 @@ def compare_with_tips(
 
 
 @loop
-def count_gaps(tables: Any, lanes: Any, offsets: Any, continuity: Any, ends: Any) -> int:
-    """Returns the number of gaps of a block, whose `done` and `cut` `[N]` are `ends`.
+def count_gaps(tables: Any, lanes: Any, offsets: Any, continuity: Any, done: Any, cut: Any) -> int:
+    """Returns the number of gaps of a block; `done` and `cut` `[N]` are its flags.
 
     A gap is a row that does not continue the row before although the episode has not ended.
     """
-    index, (done, cut), gaps = Index(*tables), ends, 0
+    index, gaps = Index(*tables), 0
     T = index.num_steps
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lane_bounds[lanes[m], CURSOR]
@@ -222,7 +222,8 @@ def enter(
     offsets: Any,
     continuity: Any,
     entry: Any,
-    ends: Any,
+    done: Any,
+    cut: Any,
     cuts_gaps: bool,
     slots: Any,
     numbers: Any,
@@ -232,7 +233,7 @@ def enter(
     If `cuts_gaps`, gaps begin episodes; see `count_gaps`. The results are `slots` `[N]`, and `numbers`
     `[N]`, the word NUMBER of each step, see `checksums`.
     """
-    index, (done, cut) = Index(*tables), ends
+    index = Index(*tables)
     where, episode, spans = index.where, index.episode, index.spans
     lane_bounds, priorities, T = index.lane_bounds, index.priorities, index.num_steps
     for m in range(len(lanes)):
@@ -313,16 +314,16 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
     continuity = np.empty(len(words), np.uint8)
     entry, numbers = np.empty((2, len(words)), np.int64)
     compare(tables, store, lanes, offsets, words, continuity)
-    ends, gaps = (done, cut), 0
+    gaps = 0
     if most_gaps < len(words):
-        gaps = count_gaps(tables, lanes, offsets, continuity, ends)
+        gaps = count_gaps(tables, lanes, offsets, continuity, done, cut)
         if gaps > most_gaps:
             return gaps
     for m in range(0, len(lanes), _GROUP):
         group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
         begin, end = bounds[0], bounds[-1]
         make_room(tables, group, bounds, continuity, entry)
-        enter(tables, group, bounds, continuity, entry, ends, cuts_gaps, slots, numbers)
+        enter(tables, group, bounds, continuity, entry, done, cut, cuts_gaps, slots, numbers)
         copy_in(store, words, continuity, entry, begin, end)
         if len(sums[0]):
             new = continuity[begin:end], entry[begin:end], numbers[begin:end]

@@ -372,18 +372,18 @@ def copy_in(
 def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
     """Writes a block; see `kernels.entries.put`."""
     (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
-    index, store, size, ends = Index(*tables), Store(*members), len(words), (done, cut)
+    index, store, size = Index(*tables), Store(*members), len(words)
     update_tips(tables, members, lanes)
     continuity = np.empty(size, np.uint8)
     entry, numbers = np.empty((2, size), np.int64)
     compare_with_tips(tables, store.tips, store.sizes, lanes, offsets, words, continuity)
     gaps = 0
     if most_gaps < size:
-        gaps = count_gaps(tables, lanes, offsets, continuity, ends)
+        gaps = count_gaps(tables, lanes, offsets, continuity, done, cut)
         if gaps > most_gaps:
             return gaps
     make_room(tables, lanes, offsets, continuity, entry)
-    enter(tables, lanes, offsets, continuity, entry, ends, cuts_gaps, slots, numbers)
+    enter(tables, lanes, offsets, continuity, entry, done, cut, cuts_gaps, slots, numbers)
     copy_in(members, lanes, offsets, words, continuity, entry, sums)
     if len(sums[0]):
         size = 1 + Sizes(*store.sizes).observation - store.record_words
