@@ -86,21 +86,23 @@ class Layout:
             # The fields that decide whether rows are consecutive must be consecutive words. Therefore
             # the image of a goal is not compressed if there are stacks.
             images = [key for key in images if key in decides]
-        placed, group_ends = self._placed(
-            stacks,
-            [key for key in images if key not in decides],
-            [key for key in images if key in decides],
-            [key for key in deciding if key not in images],
-            [key for key in single if key not in decides and key not in images],
-            [key for key in steps if key[0] != "next"],
-            [key for key in steps if key[0] == "next"],
-        )
+        groups = {
+            "stacks": stacks,
+            "images": [key for key in images if key not in decides],
+            "deciding images": [key for key in images if key in decides],
+            "deciding": [key for key in deciding if key not in images],
+            "observation": [key for key in single if key not in decides and key not in images],
+            "root": [key for key in steps if key[0] != "next"],
+            "next": [key for key in steps if key[0] == "next"],
+        }
+        placed, group_ends = self._placed(groups)
         #: F, words of a frame of stacks; O, words of an observation; R, words before `next` values.
-        self.frame_words, start, images_end, middle, *ends = group_ends
-        self.observation_words, self.root_words, end = ends
+        self.frame_words = group_ends["stacks"]
+        self.observation_words = group_ends["observation"]
+        self.root_words = group_ends["root"]
         self._skipped = (self.frames - 1) * self.frame_words
         #: C, words of a compressed frame, which one word replaces in an entry; 0 if none is compressed.
-        self.record_words = images_end if keyframes else 0
+        self.record_words = group_ends["deciding images"] if keyframes else 0
         if keyframes and not self.record_words:
             raise ValueError(
                 "compress=True needs stacks of frames, or observations that are uint8 with two "
@@ -108,16 +110,16 @@ class Layout:
             )
         self._removed = self.record_words - 1 if keyframes else 0
         #: W, words of an entry.
-        self.entry_words = end - self._removed
+        self.entry_words = group_ends["next"] - self._removed
         #: The number of entries, its own included, that a step needs; and bytes of a row of pixels.
         self.depth = self.frames + max(keyframes - 1, 0)
         self.pixel_row = self._pixel_row(placed)
         #: Words of an observation with all frames, S; of a row before the next observation; of a row.
         self.seen_words = self.observation_words + self._skipped
-        self.next_word = end + self._skipped
+        self.next_word = group_ends["next"] + self._skipped
         self.row_words = self.next_word + self.seen_words
-        begin = 0 if set(stacks) & set(decides) else start + self._skipped
-        end = (middle if deciding else self.frame_words) + self._skipped
+        begin = 0 if {*stacks} & {*decides} else group_ends["images"] + self._skipped
+        end = group_ends["deciding" if deciding else "stacks"] + self._skipped
         #: The sizes that loops need.
         self.sizes = Sizes(self.frame_words, self.observation_words, begin, end, self.root_words)
         observed = [field for field in placed if field.key in seen]
@@ -170,23 +172,26 @@ class Layout:
             )
         return numbers.pop() if numbers else 1
 
-    def _placed(self, *groups: Sequence[NestedKey]) -> tuple[list[Field], list[int]]:
+    def _placed(
+        self, groups: Mapping[str, Sequence[NestedKey]]
+    ) -> tuple[list[Field], dict[str, int]]:
         """Places the groups one after another; within a group, fields with the largest elements first.
 
         Returns:
-            the fields, and the words at which the groups end.
+            the fields, and the word at which each group ends.
         """
         unit = max(WORD, *(kind[0].itemsize for kind in self.described.values()))
-        placed, ends, end = [], [], 0
-        for group in groups:
+        placed: list[Field] = []
+        group_ends, end = {}, 0
+        for name, group in groups.items():
             for key in sorted(group, key=lambda key: -self.described[key][0].itemsize):
                 dtype, shape, *stack = self.described[key]
                 offset = -(-end // dtype.itemsize) * dtype.itemsize
                 placed.append(Field(key, dtype, shape, offset, *stack))
                 end = offset + placed[-1].size * dtype.itemsize
             end = -(-end // unit) * unit
-            ends.append(end // WORD)
-        return placed, ends
+            group_ends[name] = end // WORD
+        return placed, group_ends
 
     def _split(self, dtype: torch.dtype) -> tuple[torch.dtype, list[int], list[NestedKey | None]]:
         """Returns a split of rows into plain fields: sizes, and keys, None for words between fields."""
