@@ -408,11 +408,12 @@ class EpisodeIndex:
         self,
         slots: np.ndarray,
         noise: np.ndarray,
-        kinds: np.ndarray,
+        strategies: np.ndarray,
         steps: np.ndarray | None = None,
     ) -> np.ndarray:
         """Samples the transitions whose achieved goals are the new goals; see `kernels.draws.goals`."""
-        return draws.goals(self.tables, slots, noise, kinds, _NO_STEPS if steps is None else steps)
+        steps = _NO_STEPS if steps is None else steps
+        return draws.goals(self.tables, slots, noise, strategies, steps)
 
     def windows(self, slots: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns n-step windows: each transition with those that follow in its episode.

@@ -19,9 +19,9 @@ __all__ = [
     "BEGIN",
     "BOUNDARIES",
     "END",
-    "GOAL_KINDS",
     "NEWEST",
     "OLDEST",
+    "STRATEGIES",
     "bounds",
     "changes",
     "draw",
@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 #: Goal strategy -> its number; 0 draws no goal.
-GOAL_KINDS = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
-_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = GOAL_KINDS.values()
+STRATEGIES = {"future": 1, "final": 2, "episode": 3, "random": 4, "geometric": 5, "current": 6}
+_FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = STRATEGIES.values()
 #: How a sequence is kept within an episode.
 BOUNDARIES = ("pad", "fit", "cross")
 _, _FIT, _CROSS = range(3)
@@ -193,36 +193,36 @@ def _shift(slot: int, steps: int, E: int, T: int) -> int:
 
 
 @loop
-def goals(tables: Any, slots: Any, noise: Any, kinds: Any, steps: Any) -> Any:
+def goals(tables: Any, slots: Any, noise: Any, strategies: Any, steps: Any) -> Any:
     """Returns the slots `[B]` of rows whose achieved goals become the new goals.
 
     Args:
         tables: of the index.
         slots: `[B]` the rows t to relabel, each in an episode first..last.
         noise: `[B]` random numbers.
-        kinds: `[B]` uint8 numbers from `GOAL_KINDS`: "future" t..last, "final" last, "episode" all valid
-            rows of first..last, "random" any valid row, "geometric" `steps` rows after t or last,
+        strategies: `[B]` uint8 numbers from `STRATEGIES`: "future" t..last, "final" last, "episode" all
+            valid rows of first..last, "random" any valid row, "geometric" `steps` rows after t or last,
             "current" t. 0 is the row itself.
-        steps: `[B]` float64, rounded down; may be empty if no kind is "geometric".
+        steps: `[B]` float64, rounded down; may be empty if no strategy is "geometric".
     """
     index = Index(*tables)
     E, T = len(index.lane_bounds), index.num_steps
     distances, has_random = bounds(tables, slots), False
     for i in range(len(slots)):
-        has_random |= kinds[i] == _RANDOM
+        has_random |= strategies[i] == _RANDOM
     out = draw(tables, T, noise) if has_random else np.empty(len(slots), np.int64)
     for i in range(len(slots)):
-        kind, end, offset = kinds[i], distances[i, END], 0
-        if kind == _RANDOM:
+        strategy, end, offset = strategies[i], distances[i, END], 0
+        if strategy == _RANDOM:
             continue
-        if kind == _FUTURE:
+        if strategy == _FUTURE:
             offset = _random_below(noise[i], end + 1)
-        elif kind == _FINAL:
+        elif strategy == _FINAL:
             offset = end
-        elif kind == _EPISODE:
+        elif strategy == _EPISODE:
             begin = max(distances[i, BEGIN], distances[i, OLDEST])
             offset = begin + _random_below(noise[i], end - begin + 1)
-        elif kind == _GEOMETRIC:
+        elif strategy == _GEOMETRIC:
             offset = int(min(steps[i], float(end)))
         out[i] = _shift(slots[i], offset, E, T)
         prefetch(index.where, out[i])

@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 
 from trl_storages import keys, validation
 from trl_storages.functional import even_turns, num_of_each
-from trl_storages.kernels.draws import GOAL_KINDS
+from trl_storages.kernels.draws import STRATEGIES
 from trl_storages.samplers.base import Drawn, ReplaySampler, WrappingSampler
 from trl_storages.settings import Setting
 from trl_storages.storage import PackedStorage, StorageView
@@ -41,7 +41,7 @@ def _strategy(name: str, value: Any) -> Any:
     """Returns a strategy, or a mixture of strategies whose fractions sum to 1."""
     if not isinstance(value, Mapping):
         word = value.name if isinstance(value, Enum) else value
-        return validation.choice(name, word.lower() if isinstance(word, str) else word, GOAL_KINDS)
+        return validation.choice(name, word.lower() if isinstance(word, str) else word, STRATEGIES)
     mixture = {
         _strategy(f"a name of {name}", key): validation.number(
             f"{name}[{key!r}]", fraction, at_least=0, at_most=1
@@ -188,8 +188,8 @@ _Mixture = tuple[tuple[str, float], ...]
 
 
 def _kinds_and_fractions(mixture: _Mixture) -> tuple[list[int], list[float]]:
-    """Returns the items of `GOAL_KINDS` with a positive fraction, and the fractions."""
-    fractions = {GOAL_KINDS[name]: fraction for name, fraction in mixture if fraction > 0}
+    """Returns the items of `STRATEGIES` with a positive fraction, and the fractions."""
+    fractions = {STRATEGIES[name]: fraction for name, fraction in mixture if fraction > 0}
     return [*fractions], [*fractions.values()]
 
 
@@ -206,7 +206,7 @@ def _kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarra
         mixture: strategies and their fractions of the relabelled transitions.
 
     Returns:
-        `[B]` uint8 of `GOAL_KINDS`, or 0 for a transition that keeps its goal. The array is cached and
+        `[B]` uint8 of `STRATEGIES`, or 0 for a transition that keeps its goal. The array is cached and
         must not be changed.
 
     >>> _kinds_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
@@ -232,7 +232,7 @@ def _random_kind(noise: int, num_goals: float, mixture: _Mixture) -> int:
         mixture: strategies and their probabilities.
 
     Returns:
-        an item of `GOAL_KINDS`, or 0 if the transition keeps its goal.
+        an item of `STRATEGIES`, or 0 if the transition keeps its goal.
     """
     kinds, fractions = _kinds_and_fractions(mixture)
     if num_goals < math.inf:
