@@ -342,7 +342,7 @@ class EpisodeIndex:
             `[B, 4]` int64 steps, negative to earlier steps: to the first step of the episode, which may
             be evicted, to the last step so far, and to the oldest and the newest live step of the lane.
         """
-        return _like(slots, draws.bounds(self.tables, np.asarray(slots)))
+        return _like(slots, draws.distances_of(self.tables, np.asarray(slots)))
 
     def num_after(self, slots: Slots) -> Slots:
         """Returns the number of later transitions in the same episode, `[B]` int64."""
@@ -350,8 +350,8 @@ class EpisodeIndex:
 
     def num_before(self, slots: Slots) -> Slots:
         """Returns the number of earlier transitions of the same episode that are stored, `[B]` int64."""
-        bounds = draws.bounds(self.tables, np.asarray(slots))
-        return _like(slots, -np.maximum(bounds[:, draws.BEGIN], bounds[:, draws.OLDEST]))
+        distances = draws.distances_of(self.tables, np.asarray(slots))
+        return _like(slots, -np.maximum(distances[:, draws.BEGIN], distances[:, draws.OLDEST]))
 
     def is_done(self, slots: Slots) -> Slots:
         """Returns whether each transition ends its episode, `[B]` bool."""

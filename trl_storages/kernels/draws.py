@@ -22,8 +22,8 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "STRATEGIES",
-    "bounds",
     "changes",
+    "distances_of",
     "draw",
     "goals",
     "increment",
@@ -44,7 +44,7 @@ _FUTURE, _FINAL, _EPISODE, _RANDOM, _GEOMETRIC, _ = STRATEGIES.values()
 BOUNDARIES = ("pad", "fit", "cross")
 _, _FIT, _CROSS = range(3)
 
-#: Columns of `bounds`.
+#: Columns of `distances_of`.
 BEGIN, END, OLDEST, NEWEST = range(4)
 # Loops prefetch memory for the sample that is this many samples later.
 _DISTANCE = 12
@@ -143,7 +143,7 @@ def steps_of(lane_bounds: Any, T: int, slots: Any, steps: Any) -> None:
 
 
 @loop
-def bounds(tables: Any, slots: Any) -> Any:
+def distances_of(tables: Any, slots: Any) -> Any:
     """Returns the distances from rows to the bounds of their episodes and lanes.
 
     Returns:
@@ -207,7 +207,7 @@ def goals(tables: Any, slots: Any, noise: Any, strategies: Any, steps: Any) -> A
     """
     index = Index(*tables)
     E, T = len(index.lane_bounds), index.num_steps
-    distances, has_random = bounds(tables, slots), False
+    distances, has_random = distances_of(tables, slots), False
     for i in range(len(slots)):
         has_random |= strategies[i] == _RANDOM
     out = draw(tables, T, noise) if has_random else np.empty(len(slots), np.int64)
@@ -235,7 +235,7 @@ def windows(tables: Any, slots: Any, n: int) -> tuple[Any, Any]:
 
     A window is the row and the rows after it in its episode; the last row is repeated up to n rows.
     """
-    index, distances = Index(*tables), bounds(tables, slots)
+    index, distances = Index(*tables), distances_of(tables, slots)
     E, T = len(index.lane_bounds), index.num_steps
     out, lengths = np.empty((n, len(slots)), np.int64), np.empty(len(slots), np.int64)
     for j in range(len(out)):
@@ -281,7 +281,8 @@ def sequences(tables: Any, slots: Any, burn_in: int, S: int, boundary: int) -> t
     """
     index = Index(*tables)
     episode, spans, lane_bounds, T = index.episode, index.spans, index.lane_bounds, index.num_steps
-    E, distances, out = len(lane_bounds), bounds(tables, slots), np.empty((len(slots), S), np.int64)
+    E, distances = len(lane_bounds), distances_of(tables, slots)
+    out = np.empty((len(slots), S), np.int64)
     valid, begins = np.empty(out.shape, np.bool_), np.empty(out.shape, np.bool_)
     for i in range(len(slots)):
         first, oldest, begin = distances[i, BEGIN], distances[i, OLDEST], -burn_in

@@ -320,15 +320,15 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
         if gaps > most_gaps:
             return gaps
     for m in range(0, len(lanes), _GROUP):
-        group, bounds = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
-        begin, end = bounds[0], bounds[-1]
-        make_room(tables, group, bounds, continuity, entry)
-        enter(tables, group, bounds, continuity, entry, done, cut, cuts_gaps, slots, numbers)
+        group, group_offsets = lanes[m : m + _GROUP], offsets[m : m + _GROUP + 1]
+        begin, end = group_offsets[0], group_offsets[-1]
+        make_room(tables, group, group_offsets, continuity, entry)
+        enter(tables, group, group_offsets, continuity, entry, done, cut, cuts_gaps, slots, numbers)
         copy_in(store, words, continuity, entry, begin, end)
         if len(sums[0]):
             new = continuity[begin:end], entry[begin:end], numbers[begin:end]
             write_checksums(entries, sizes[1], k, sums, *new)
-        publish(tables, group, bounds)
+        publish(tables, group, group_offsets)
     return gaps
 
 
