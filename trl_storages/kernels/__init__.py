@@ -1,4 +1,7 @@
-"""Compiled loops over arrays: nothing above them loops over rows, steps or lanes.
+"""Compiled loops over rows, steps and lanes.
+
+Other modules loop in Python over lanes only where it is rare (after ends of episodes, to save, to load,
+to reserve room on a disk), and over rows only to call a reward function that takes one transition.
 
 Letters: E lanes, T steps a lane, M entries a lane, k frames a stack.
 
