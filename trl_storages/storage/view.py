@@ -51,6 +51,7 @@ class StorageView:
         self.entries: HostEntries | DeviceEntries = backend.entries  # type: ignore[assignment]
         self.is_exclusive: bool = cursors is None
         #: Returns the numbers of the entries of transitions in slots `[*B]`, which are read next.
+        #: An attribute, because a method that tests for another writer would add two calls to a sample.
         self.locate: Callable[[torch.Tensor], np.ndarray | torch.Tensor] = self._note_and_locate
         if cursors is None and self.entries is not None:
             self.locate = self.entries.entries_of
