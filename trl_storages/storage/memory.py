@@ -46,7 +46,7 @@ class Memory:
     Args:
         layout: layout of the transitions; None creates only an empty index, which checks the sizes.
         max_size, num_envs, max_entries: see `EpisodeIndex`. If the platform cannot free single pages, the
-            default of `max_entries` is enough for episodes of about eight steps.
+            default of `max_entries` is enough for episodes of about 8 k steps, k frames a stack.
         device: device of the transitions.
         arena: shared memory that contains transitions; None allocates new memory.
 
@@ -72,10 +72,13 @@ class Memory:
         k, depth = (1, 1) if layout is None else (layout.frames, layout.depth)
         is_on_host = device.type in HOSTS
         if max_entries is None and not (is_on_host and CAN_RELEASE):
-            # The memory of evicted entries is not freed here.
+            # The memory of evicted entries is not freed here. A step takes one entry, and k more if it
+            # begins an episode: T / 8 more are enough for episodes of 8 k steps; 24 in a small storage.
+            # New steps need room before old ones are evicted, too: for 64 steps of k + 1 entries.
             steps = max_size // max(num_envs, 1)
-            most = max(steps // 8, 24)
-            max_entries = num_envs * (steps + most + (k + 1) * min(most, 64) + depth - k)
+            begins = max(steps // 8, 24)
+            per_lane = steps + begins + (k + 1) * min(begins, 64) + depth - k
+            max_entries = num_envs * per_lane
         sizes = max_size, num_envs
         self.index = index = EpisodeIndex(*sizes, stack=k, depth=depth, max_entries=max_entries)
         self.entries: HostEntries | DeviceEntries | None = None

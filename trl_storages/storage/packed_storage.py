@@ -62,8 +62,8 @@ class PackedStorage(TensorStorage):  # type: ignore[misc]
             dimensions, losslessly: each entry stores only its changes since the previous entry. The
             transitions must be on the host. None takes the setting of the directory, else False.
         max_entries: number of observations that fit, over all lanes. With None any `max_size` transitions
-            fit in memory. On a GPU None fits episodes of about eight steps or more; with shorter episodes
-            the oldest transitions are evicted early.
+            fit in memory. On a GPU None fits episodes of about eight steps or more, with stacks of k
+            frames 8 k steps; with shorter episodes the oldest transitions are evicted early.
         path: directory that keeps the transitions after the process ends. If it contains a storage, the
             storage is opened.
         mode: "r+" for the one process that writes to the directory; "r" for any number of readers.
