@@ -83,7 +83,8 @@ def num_live(lane_bounds: Any) -> int:
 def window_of(tables: Any, count: int) -> int:
     """Returns the least w such that the newest w steps of each lane are `count` rows or more, or all."""
     index = Index(*tables)
-    lane_bounds, low, high = index.lane_bounds, 1, index.num_steps
+    lane_bounds = index.lane_bounds
+    low, high = 1, index.num_steps
     while low < high:
         middle, num_steps = (low + high) // 2, 0
         for e in range(len(lane_bounds)):
@@ -99,9 +100,11 @@ def window_of(tables: Any, count: int) -> int:
 def draw(tables: Any, window: int, noise: Any) -> Any:
     """Returns slots `[B]` of valid rows, drawn uniformly from the newest `window` steps of each lane."""
     index, slots = Index(*tables), np.empty(len(noise), np.int64)
-    lane_bounds, E, T = index.lane_bounds, len(index.lane_bounds), index.num_steps
+    lane_bounds, T = index.lane_bounds, index.num_steps
+    E = len(lane_bounds)
     # By lane: the slot within the lane of its oldest step in the window, and how many rows come before.
-    oldest, starts, total = np.empty(E, np.int64), np.empty(E, np.int64), 0
+    oldest, starts = np.empty(E, np.int64), np.empty(E, np.int64)
+    total = 0
     for e in range(E):
         cursor = lane_bounds[e, CURSOR]
         # A concurrent writer may have moved the tail beyond the cursor that was read.
@@ -152,7 +155,8 @@ def distances_of(tables: Any, slots: Any) -> Any:
         `NEWEST`, to the oldest and the newest valid step of the lane.
     """
     index = Index(*tables)
-    episode, spans, lane_bounds, T = index.episode, index.spans, index.lane_bounds, index.num_steps
+    episode, spans = index.episode, index.spans
+    lane_bounds, T = index.lane_bounds, index.num_steps
     E = len(lane_bounds)
     newest, newest_positions = np.empty(E, np.int64), np.empty(E, np.int64)
     flat_spans = spans.reshape(-1, 2)
@@ -280,7 +284,8 @@ def sequences(tables: Any, slots: Any, burn_in: int, S: int, boundary: int) -> t
         a row begins an episode.
     """
     index = Index(*tables)
-    episode, spans, lane_bounds, T = index.episode, index.spans, index.lane_bounds, index.num_steps
+    episode, spans = index.episode, index.spans
+    lane_bounds, T = index.lane_bounds, index.num_steps
     E, distances = len(lane_bounds), distances_of(tables, slots)
     out = np.empty((len(slots), S), np.int64)
     valid, begins = np.empty(out.shape, np.bool_), np.empty(out.shape, np.bool_)
@@ -306,7 +311,8 @@ def sequences(tables: Any, slots: Any, burn_in: int, S: int, boundary: int) -> t
 @loop
 def slots_between(tables: Any, firsts: Any, ends: Any) -> Any:
     """Returns the slots of steps `firsts` to `ends` `[E]` of each lane, lane by lane."""
-    T, i, slots = Index(*tables).num_steps, 0, np.empty((ends - firsts).sum(), np.int64)
+    T, i = Index(*tables).num_steps, 0
+    slots = np.empty((ends - firsts).sum(), np.int64)
     for e in range(len(firsts)):
         position = firsts[e] % T
         for _ in range(firsts[e], ends[e]):

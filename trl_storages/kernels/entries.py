@@ -76,7 +76,8 @@ _DISTANCE = 32
 @inlined
 def _are_equal(left: Any, p: int, q: int, right: Any, i: int, j: int, size: int) -> bool:
     """Returns whether `left[p, q : q + size]` equals `right[i, j : j + size]`."""
-    words, right_words, difference = left[p, q : q + size], right[i, j : j + size], 0
+    words, right_words = left[p, q : q + size], right[i, j : j + size]
+    difference = 0
     for w in range(size):
         difference |= words[w] ^ right_words[w]
     return difference == 0
@@ -96,9 +97,11 @@ def _compare_row(
 @loop
 def compare(tables: Any, store: Any, lanes: Any, offsets: Any, words: Any, continuity: Any) -> None:
     """Compares the observations `words` `[N, 2 S + W - O]` of a block with those before them."""
-    index, (entries, sizes, k) = Index(*tables), store
+    index = Index(*tables)
+    entries, sizes, k = store
     F, O, first, end, _ = sizes
-    cursors, T, S = index.lane_bounds[:, CURSOR], index.num_steps, O + (k - 1) * F
+    cursors, T = index.lane_bounds[:, CURSOR], index.num_steps
+    S = O + (k - 1) * F
     L, tip = len(lanes), np.empty((1, S), np.int64)
     # The entry at the end of each stream; -1 if the stream is empty.
     last_entries = np.empty(L, np.int64)
@@ -141,8 +144,10 @@ def compare_with_tips(
     tables: Any, tips: Any, sizes: Any, lanes: Any, offsets: Any, words: Any, continuity: Any
 ) -> None:
     """Compares a block with copies `tips` `[E, S]` of the last observations of streams; see `compare`."""
-    index, size, S = Index(*tables), Sizes(*sizes), tips.shape[1]
-    first, end, next_word = size.first, size.end, words.shape[1] - S
+    index, size = Index(*tables), Sizes(*sizes)
+    first, end = size.first, size.end
+    S = tips.shape[1]
+    next_word = words.shape[1] - S
     for m in range(len(lanes)):
         e = lanes[m]
         for i in range(offsets[m], offsets[m + 1]):
@@ -235,7 +240,8 @@ def enter(
     """
     index = Index(*tables)
     where, episode, spans = index.where, index.episode, index.spans
-    lane_bounds, priorities, T = index.lane_bounds, index.priorities, index.num_steps
+    lane_bounds, T = index.lane_bounds, index.num_steps
+    priorities = index.priorities
     for m in range(len(lanes)):
         e = lanes[m]
         step = lane_bounds[e, CURSOR]
@@ -267,7 +273,8 @@ def copy_in(store: Any, words: Any, continuity: Any, entry: Any, begin: int, end
     """Copies rows `begin` to `end` of a block into their entries."""
     entries, sizes, k = store
     F, O = sizes[:2]
-    older, last, W = (k - 1) * F, words.shape[1] - O, entries.shape[1]
+    W, last = entries.shape[1], words.shape[1] - O
+    older = (k - 1) * F
     for i in range(begin, end):
         if i + _DISTANCE < end:
             prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
@@ -309,7 +316,8 @@ def put(tables: Any, store: Any, block: Any, flags: Any, slots: Any, sums: Any) 
     Returns:
         the number of gaps; 0 if any number is allowed.
     """
-    (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
+    lanes, offsets, words, done, cut = block
+    cuts_gaps, most_gaps = flags
     entries, sizes, k = store
     continuity = np.empty(len(words), np.uint8)
     entry, numbers = np.empty((2, len(words)), np.int64)
@@ -340,7 +348,8 @@ def find_unused(tables: Any, first: int, last: int) -> Any:
         `[n, 2]` ranges of entries, some of which are empty. A range may reach across lanes.
     """
     index = Index(*tables)
-    where, lane_bounds, T, M = index.where, index.lane_bounds, index.num_steps, index.num_entries
+    where, lane_bounds = index.where, index.lane_bounds
+    T, M = index.num_steps, index.num_entries
     edges, n = np.empty(4 * (last - first) + 2, np.int64), 1
     edges[0] = first * M
     for e in range(first, last):
@@ -380,7 +389,8 @@ def gather(store: Any, entry: Any, last: Any, out: Any) -> None:
     """Copies rows `[B, 2 S + W - O]` from entries `entry`, and their next values from entries `last`."""
     entries, sizes, k = store
     F, O, _, _, R = sizes
-    older, W, newest = (k - 1) * F, entries.shape[1], out.shape[1] - O
+    W, newest = entries.shape[1], out.shape[1] - O
+    older = (k - 1) * F
     for i in range(-_DISTANCE, len(entry)):
         if i + _DISTANCE < len(entry):
             prefetch(entries, entry[i + _DISTANCE], 0, W * 8)
@@ -406,7 +416,8 @@ def take(elements: Any, entry: Any, shift: int, start: int, out: Any) -> None:
         start: where the field begins in an entry, in words of the field.
         out: the result; n is the number of words of the field.
     """
-    k, begin, size = out.shape[1], start * elements.itemsize, out.shape[2] * elements.itemsize
+    k = out.shape[1]
+    begin, size = start * elements.itemsize, out.shape[2] * elements.itemsize
     for i in range(-_DISTANCE, len(entry)):
         if i + _DISTANCE < len(entry):
             prefetch(elements, entry[i + _DISTANCE] + shift, begin, begin + size)

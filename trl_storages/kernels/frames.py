@@ -117,7 +117,8 @@ def _write_changes(before: Any, now: Any, record: Any, o: int) -> int:
         while skip >= 255:
             record[o] = 255
             o, skip = o + 1, skip - 255
-        record[o], length_byte, begin = skip, o + 1, i
+        record[o] = skip
+        length_byte, begin = o + 1, i
         o += 2
         while i < size and i - begin < 255:
             # Up to two equal bytes inside a run take less space than another run.
@@ -210,7 +211,8 @@ def _decode(ring: Any, word: int, width: int, frame: Any) -> None:
 
     If the frame of the entry is a keyframe, the frame before may be any.
     """
-    begin, size, is_key = (word >> SHIFT) % ring.size, frame.size, word & BACK == 0
+    begin, size = (word >> SHIFT) % ring.size, frame.size
+    is_key = word & BACK == 0
     if is_key:
         frame[:] = 0
     end = min(begin + _record_size(ring, begin, most_bytes(size)), ring.size)
@@ -255,7 +257,8 @@ def gather(members: Any, entry: Any, last: Any, out: Any) -> None:
     store = Store(*members)
     entries, k, C = store.entries, store.stack, store.record_words
     F, O, _, _, R = store.sizes
-    older, W, root, newest = (k - 1) * F, entries.shape[1], 1 + R - C, out.shape[1] - O
+    W, newest = entries.shape[1], out.shape[1] - O
+    older, root = (k - 1) * F, 1 + R - C
     words, decoded = np.empty((1, C), np.int64), -1
     frame = words.view(np.uint8).reshape(-1)
     for i in range(len(entry)):
@@ -278,7 +281,8 @@ def gather(members: Any, entry: Any, last: Any, out: Any) -> None:
 @loop
 def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
     """Copies bytes from `start` on of the k frames up to `entry + shift` `[B]` to `out` `[B, k, n]`."""
-    k, words, decoded = out.shape[1], np.empty(Store(*members).record_words, np.int64), -1
+    k, decoded = out.shape[1], -1
+    words = np.empty(Store(*members).record_words, np.int64)
     frame = words.view(np.uint8)
     for i in range(len(entry)):
         for j in range(k):
@@ -292,7 +296,8 @@ def take(members: Any, entry: Any, shift: int, start: int, out: Any) -> None:
 def compute_observation_checksums(members: Any, c: Any, needed: Any, computed: Any) -> None:
     """Writes the OBSERVATION checksums of the entries `needed` `[n]` to `computed` `[E M]`."""
     store = Store(*members)
-    C, decoded, words = store.record_words, -1, np.empty(store.record_words, np.int64)
+    C, decoded = store.record_words, -1
+    words = np.empty(C, np.int64)
     size, frame = 1 + store.sizes[1] - C, words.view(np.uint8)
     for q in needed:
         decoded = _seek(members, q, decoded, frame)
@@ -306,19 +311,17 @@ def compute_observation_checksums(members: Any, c: Any, needed: Any, computed: A
 def update_tips(tables: Any, members: Any, lanes: Any) -> None:
     """Decodes the last observations of some lanes' streams that another process or a load has changed."""
     index, store = Index(*tables), Store(*members)
-    S, states, T, reset_count = (
-        store.tips.shape[1],
-        store.tip_states,
-        index.num_steps,
-        store.reset_count[0],
-    )
+    S, T = store.tips.shape[1], index.num_steps
+    states, reset_count = store.tip_states, store.reset_count[0]
     num_step_words = store.entries.shape[1] - 1 - store.sizes[1] + store.record_words
     row = np.empty((1, 2 * S + num_step_words), np.int64)
     for m in range(len(lanes)):
         e, cursor = lanes[m], index.lane_bounds[lanes[m], CURSOR]
         if states[e, _RESET_COUNT] == reset_count and states[e, _CURSOR] == cursor:
             continue
-        states[e, _RESET_COUNT], states[e, _CURSOR], states[e, END] = reset_count, cursor, 0
+        states[e, _RESET_COUNT] = reset_count
+        states[e, _CURSOR] = cursor
+        states[e, END] = 0
         if cursor > 0:
             newest = e * T + (cursor - 1) % T
             entry = index.where[newest : newest + 1]
@@ -333,10 +336,12 @@ def copy_in(
 ) -> None:
     """Copies the rows of a block into their entries, in a file with checksums of the observations."""
     store = Store(*members)
-    entries, (F, O), width = store.entries, store.sizes[:2], store.pixel_row
+    entries, width = store.entries, store.pixel_row
+    F, O = store.sizes[:2]
     k, C, K = store.stack, store.record_words, store.keyframes
-    M, W, rest = len(entries) // len(store.records), entries.shape[1], O - C
-    older, last, (checksums, c) = (k - 1) * F, words.shape[1] - O, sums
+    M, W = len(entries) // len(store.records), entries.shape[1]
+    older, rest, last = (k - 1) * F, O - C, words.shape[1] - O
+    checksums, c = sums
     frames = np.zeros((4, C), np.int64)
     now, as_bytes = frames[1:2], frames.view(np.uint8)
     for m in range(len(lanes)):
@@ -371,8 +376,10 @@ def copy_in(
 @loop
 def put(tables: Any, members: Any, block: Any, flags: Any, slots: Any, sums: Any) -> int:
     """Writes a block; see `kernels.entries.put`."""
-    (lanes, offsets, words, done, cut), (cuts_gaps, most_gaps) = block, flags
-    index, store, size = Index(*tables), Store(*members), len(words)
+    lanes, offsets, words, done, cut = block
+    cuts_gaps, most_gaps = flags
+    index, store = Index(*tables), Store(*members)
+    size = len(words)
     update_tips(tables, members, lanes)
     continuity = np.empty(size, np.uint8)
     entry, numbers = np.empty((2, size), np.int64)

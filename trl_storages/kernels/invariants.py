@@ -67,7 +67,8 @@ def check(tables: Any) -> None:
     check_bounds(tables)
     where, episode, ends, spans, _, T, M, k, _, depth = Index(*tables)
     lane, step, slot = retained_steps(tables)
-    position, number, end = where[slot] - lane * M, episode[slot], ends[slot]
+    position = where[slot] - lane * M
+    number, end = episode[slot], ends[slot]
     is_inside = (position >= k - 1) & (position < M - 1) & (end <= SPLIT)
     require("an entry is outside of its lane", is_inside, tables, lane, step)
     first, last = spans[lane, number].T

@@ -54,8 +54,9 @@ def set_priorities(tables: Any, slots: Any, steps: Any, priorities: Any, changed
         set; and the largest priority that was set.
     """
     index = Index(*tables)
-    lane_bounds, T, column = index.lane_bounds, index.num_steps, index.priorities
-    E, count, largest = len(lane_bounds), 0, 0.0
+    lane_bounds, column = index.lane_bounds, index.priorities
+    E, T = len(lane_bounds), index.num_steps
+    count, largest = 0, 0.0
     for i in range(len(slots)):
         if not -1 <= slots[i] < E * T:
             return -1, largest
@@ -219,11 +220,13 @@ def _cover(starts: Any, ranges: Any) -> Any:
         `[2, n]` the levels of the nodes, and their numbers within the level. Nodes are in the order of
         their leaves, so that equal sequences of weights are drawn alike wherever they lie in the tree.
     """
-    depth, R, n = len(starts) - 2, ranges.shape[1], 0
+    depth, R = len(starts) - 2, ranges.shape[1]
+    n = 0
     nodes = np.empty((2, 2 * FAN_OUT * depth * R), np.int64)
     right_nodes = np.empty((2, FAN_OUT * depth), np.int64)
     for r in range(R):
-        left, right, level, num_right = ranges[0, r], ranges[1, r], depth, 0
+        left, right = ranges[0, r], ranges[1, r]
+        level, num_right = depth, 0
         while left < right:
             # Take single nodes until eight neighbours are one node of the level above.
             while left < right and left % FAN_OUT:
@@ -233,7 +236,8 @@ def _cover(starts: Any, ranges: Any) -> Any:
                 right -= 1
                 right_nodes[0, num_right], right_nodes[1, num_right] = level, right
                 num_right += 1
-            left, right, level = left // FAN_OUT, right // FAN_OUT, level - 1
+            left, right = left // FAN_OUT, right // FAN_OUT
+            level -= 1
         for j in range(num_right - 1, -1, -1):
             nodes[:, n] = right_nodes[:, j]
             n += 1
@@ -258,8 +262,10 @@ def draw_leaves(
         leaves: `[B]` int64, the result.
         weights: `[B]` float64, the result: the weights of the leaves.
     """
-    nodes, depth, batch = _cover(starts, ranges), len(starts) - 2, len(noise)
-    ends, total, highest = np.empty(nodes.shape[1]), 0.0, 0
+    nodes = _cover(starts, ranges)
+    depth, batch = len(starts) - 2, len(noise)
+    ends = np.empty(nodes.shape[1])
+    total, highest = 0.0, 0
     for n in range(len(ends)):
         ends[n] = total + sums[starts[nodes[0, n]] + nodes[1, n]]
         if ends[n] > total:
