@@ -1,6 +1,7 @@
 """Storages out of datasets: what lies where is worked out by hand."""
 
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -412,6 +413,8 @@ WRONG = {
     "complex numbers": (d4rl(observations=np.zeros((9, 2), np.complex64)), TypeError),
     "no episodes": ([], ValueError),
     "no path": ([5], TypeError),
+    "a name of a file": ("maze.npz", TypeError),
+    "a file": (Path("maze.npz"), TypeError),
     "paths of other entries": ([PATH, {**PATH, "speed": [1]}], KeyError),
     "paths of other shapes": ([PATH, {**PATH, "acts": [[1, 2]]}], ValueError),
     "paths of rewards of other lengths": ([PATH, {**PATH, "rews": [1, 2]}], ValueError),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def from_arrays(
 
     Raises:
         KeyError: an array is missing; the message lists the arrays of the data.
-        TypeError: an array is not numeric.
+        TypeError: `data` is a path, or an array is not numeric.
         ValueError: lengths differ, an array may mark ends, or `path` already holds transitions. Nothing
             is written then.
 
@@ -118,6 +119,8 @@ def from_arrays(
     [3, 2]
     """
     infos = validation.keys("info_keys", options.get("info_keys", ()))
+    if isinstance(data, str | PathLike):
+        raise TypeError(f"data must be arrays, got the path {str(data)!r}: pass numpy.load(path).")
     if isinstance(data, Mapping):
         arrays = read_arrays(data, goal_fn, infos)
     else:
