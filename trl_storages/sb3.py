@@ -21,7 +21,7 @@ from trl_storages.validation import renamed
 
 try:
     from stable_baselines3.common import buffers, type_aliases
-    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+    from stable_baselines3.common.vec_env import CloudpickleWrapper, VecEnv, VecNormalize
     from stable_baselines3.her import her_replay_buffer
 except ImportError as error:
     message = "trl_storages.sb3 needs Stable-Baselines3: pip install 'trl-storages[sb3]'."
@@ -313,6 +313,9 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
                 "such as info_keys=['is_success']: only these are stored."
             )
         self._env_reward = _EnvReward()
+        for name in {"reward_fn", "terminated_fn"} & options.keys():
+            if callable(options[name]):
+                options[name] = _GoalFunction(options[name])
         super().__init__(
             buffer_size,
             observation_space,
@@ -340,6 +343,13 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
     def truncate_last_trajectory(self) -> None:
         """Ends the running episodes, so that the next transitions begin new ones."""
         self.storage.end_episodes()
+
+
+class _GoalFunction(CloudpickleWrapper):
+    """A function of goals that is pickled by its code, because it may be a lambda."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.var(*arguments)
 
 
 class _EnvReward:

@@ -468,6 +468,20 @@ def test_model_and_buffer_continue_after_load(truncates, tmp_path):
         loaded.sample(20)
 
 
+def test_lambdas_are_saved_with_the_buffer(tmp_path):
+    functions = {
+        "reward_fn": lambda achieved, goal, _: -(achieved - goal).norm(dim=-1),
+        "terminated_fn": lambda achieved, goal, _: (achieved == goal).all(-1),
+    }
+    model = learnt(96, walks(), audit=False, **functions)
+    model.save_replay_buffer(tmp_path / "buffer")
+    again, batches = load_from_pkl(tmp_path / "buffer"), []
+    for buffer in (model.replay_buffer, again):
+        torch.manual_seed(0)
+        batches.append(buffer.sample(20))
+    assert_equal(*batches)
+
+
 def test_directory_continues_in_the_next_model(tmp_path):
     env = walks(2)
     model = learnt(72, env, path=tmp_path / "replay")
