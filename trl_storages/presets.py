@@ -46,7 +46,8 @@ __all__ = [
     "UniformReplayStorage",
 ]
 
-#: Our keyword, with its value -> keywords of other libraries.
+_COMPONENTS = "ReplayStorage(storage=PackedStorage(size), ...)"
+#: Our keyword, with its value -> keywords of other libraries and of `ReplayStorage`.
 _SYNONYMS = {
     "alpha=": "prioritized_replay_alpha priority_exponent",
     "batch_size=": "sample_batch_size",
@@ -61,9 +62,14 @@ _SYNONYMS = {
     "path=, and fresh=True to discard what the directory holds": "scratch_dir",
     "reward_fn=": "compute_reward compute_reward_fn her_function reward_func",
     "sample_unit=": "batch_length sample_sequence_length seq_len sequence_length slice_len",
-    "seed=": "random_seed",
+    "seed=": "generator random_seed",
     "storage_size=": "buffer_size capacity max_capacity max_length max_size replay_capacity size",
     "strategy=": "goal_selection_strategy",
+    f"alpha= and eta=, or {_COMPONENTS}": "sampler",
+    f"alpha= with priorities in 'td_error', or {_COMPONENTS}": "priority_key",
+    f"on_gap= and num_envs=, or {_COMPONENTS}": "writer",
+    f"prefetch=, or {_COMPONENTS}": "pin_memory",
+    f"storage_size= and path=, or {_COMPONENTS}": "storage",
 }
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])

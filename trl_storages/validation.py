@@ -360,12 +360,16 @@ def renamed(
 
     def decorate(construct: Callable[Options, None]) -> Callable[Options, None]:
         parameters = signature(construct).parameters
+        accepts_any = any(it.kind is it.VAR_KEYWORD for it in parameters.values())
 
         @wraps(construct)
         def checked(*args: Any, **options: Any) -> None:
-            for name in filter(advice_of.get, options):
-                if advice_of[name].partition("=")[0] in parameters:
-                    raise TypeError(f"there is no keyword {name!r}: use {advice_of[name]}.")
+            for name in options:
+                unknown = f"{type(args[0]).__name__} got an unexpected keyword argument {name!r}"
+                if (advice := advice_of.get(name, "")).partition("=")[0] in parameters:
+                    raise TypeError(f"{unknown}: use {advice}.")
+                if name not in parameters and not accepts_any:
+                    raise TypeError(f"{unknown}.")
             construct(*args, **options)
 
         return checked

@@ -57,6 +57,23 @@ MESSAGES = {
     "no size nor directory": (lambda: packed(None), "max_size must be an integer"),
     "scratch_dir": (lambda: packed(scratch_dir="rows"), r"path=, and fresh=True"),
     "scratch_dir of a preset": (lambda: make(scratch_dir="rows"), r"path=, and fresh=True"),
+    **{
+        f"{name} of a preset": (
+            lambda name=name: make("all", **{name: None}),
+            rf"HERReplayStorage got an unexpected .* '{name}': use .*{advice}",
+        )
+        for name, advice in {
+            "generator": "seed=",
+            **dict.fromkeys(
+                ["storage", "sampler", "writer", "priority_key", "pin_memory"],
+                r"ReplayStorage\(storage=PackedStorage\(size\)",
+            ),
+        }.items()
+    },
+    "unknown option of a preset": (
+        lambda: make("prioritized", lanes_per_env=1),
+        "^PrioritizedReplayStorage got an unexpected keyword argument 'lanes_per_env'",
+    ),
     "buffer_size": (lambda: library.ReplayStorage(buffer_size=9), r"PackedStorage\(max_size\)"),
     "storage_size": (lambda: packed(storage_size=9), "use max_size="),
     "words as size": (lambda: packed("x"), "max_size must be an integer"),
