@@ -105,14 +105,14 @@ class Rows:
 
 
 class BatchRows(Rows):
-    """The transitions of a batch, with the entries of the sampler.
+    """The transitions of a batch, with the fields of the sampler.
 
     Complete transitions are gathered when the first field is read, or at the end.
 
     Args:
         view: the storage, as of the moment at which the batch is sampled.
         slots: `[B]` int64, on the host.
-        drawn: entries of the sampler, such as `goal_index`, on the host.
+        drawn: fields of the sampler, such as `goal_index`, on the host.
         generator: random numbers of the buffer, on the host; None is torch's default generator.
 
     Attributes:
@@ -204,20 +204,6 @@ class BatchRows(Rows):
         """Ends the n-step windows: from now on the rewards of the batch are n-step returns."""
         self.window = None
 
-    def follow(self, slots: torch.Tensor) -> None:
-        """Reads fields under `next` from other transitions.
-
-        Args:
-            slots: `[B]` int64, on the host.
-
-        Raises:
-            RuntimeError: a transform has set a field under `next` already.
-            ValueError: the number of slots is not B.
-        """
-        if slots.shape != self.slots.shape:
-            raise ValueError(f"slots must be {[*self.slots.shape]}, got {[*slots.shape]}.")
-        self._follow(self._view.locate(slots))
-
     def follow_window(self, at: torch.Tensor) -> None:
         """Reads fields under `next` from transition `at` `[B]` of each window, on `device`.
 
@@ -226,16 +212,14 @@ class BatchRows(Rows):
         """
         if self.window is None:
             raise RuntimeError("no n-step windows are open: call widen() in prepare().")
-        self._follow(self._view.entries.picked(self.window._entries, at))
-
-    def _follow(self, entries: Any) -> None:
         for key in self.changes:
             if key[0] == "next":
                 raise RuntimeError(
                     f"{key!r} was set for another next observation: set it in rows.steps, or put the "
                     "transform that sets it after NStep."
                 )
-        self._last_entries, self._gathered, self._fetched = entries, None, {}
+        self._last_entries = self._view.entries.picked(self.window._entries, at)
+        self._gathered, self._fetched = None, {}
 
     # Fields of other transitions
 
@@ -272,7 +256,7 @@ class BatchRows(Rows):
                 f"a transform has set {targets}: put it after the one that writes goals."
             )
         pasted = key, self._view.locate(slots), mask, tuple(targets), default
-        # Kept, because `follow` gathers again.
+        # Kept, because `follow_window` gathers again.
         self._pasted.append(pasted)
         if self._gathered is not None:
             self._paste(pasted)
