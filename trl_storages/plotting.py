@@ -48,10 +48,10 @@ def plot_ages(storage: ReplayStorage, batch: TensorDictBase, *, ax: Axes | None 
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
-    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> buffer = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
     >>> for step in range(30):
-    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
-    >>> plot_ages(storage, storage.sample()).get_xlabel()
+    ...     _ = buffer.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
+    >>> plot_ages(buffer, buffer.sample()).get_xlabel()
     'age in steps of its lane'
     """
     ax = _axes(storage, ax, (5, 2.6))
@@ -83,10 +83,10 @@ def plot_priorities(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import PrioritizedReplayStorage
-    >>> storage = PrioritizedReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> buffer = PrioritizedReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
     >>> for step in range(30):
-    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
-    >>> plot_priorities(storage).get_ylabel()
+    ...     _ = buffer.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
+    >>> plot_priorities(buffer).get_ylabel()
     'priority'
     """
     ax = _axes(storage, ax, (6, 2.6))
@@ -128,10 +128,10 @@ def plot_ring(storage: ReplayStorage, *, ax: Axes | None = None) -> Axes:
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
-    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> buffer = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
     >>> for step in range(30):
-    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
-    >>> plot_ring(storage).get_title(loc="left")
+    ...     _ = buffer.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
+    >>> plot_ring(buffer).get_title(loc="left")
     '30 transitions, 1 lane, 3 episodes'
     """
     episodes = storage.episodes
@@ -185,10 +185,10 @@ def plot_episode(
 
     >>> from gymnasium.spaces import Box
     >>> from trl_storages import UniformReplayStorage
-    >>> storage = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
+    >>> buffer = UniformReplayStorage(*[Box(-1, 1, (2,))] * 2, storage_size=50, seed=0)
     >>> for step in range(30):
-    ...     _ = storage.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
-    >>> plot_episode(storage, storage.sample()).get_xlabel()
+    ...     _ = buffer.record([0, 0], [0, 0], 1.0, False, step % 10 == 9, {}, [0, 0])
+    >>> plot_episode(buffer, buffer.sample()).get_xlabel()
     'step of the episode'
     """
     limit = validation.integer("most", most, at_least=1)

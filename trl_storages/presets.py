@@ -165,12 +165,12 @@ class UniformReplayStorage(ReplayStorage):
 
     >>> import gymnasium
     >>> env = gymnasium.make("CartPole-v1")
-    >>> storage = UniformReplayStorage(env.observation_space, env.action_space, batch_size=2)
+    >>> buffer = UniformReplayStorage(env.observation_space, env.action_space, batch_size=2)
     >>> obs, info = env.reset(seed=0)
     >>> next_obs, reward, terminated, truncated, info = env.step(0)
-    >>> storage.record(obs, 0, reward, terminated, truncated, info, next_obs).tolist()
+    >>> buffer.record(obs, 0, reward, terminated, truncated, info, next_obs).tolist()
     [0]
-    >>> storage.sample()["observation"].shape
+    >>> buffer.sample()["observation"].shape
     torch.Size([2, 4])
     """
 
@@ -272,8 +272,8 @@ class UniformReplayStorage(ReplayStorage):
             ValueError: as in the constructor; or the environment has one reward per agent.
 
         >>> env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
-        >>> storage = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
-        >>> storage.episodes.num_envs
+        >>> buffer = UniformReplayStorage.from_env(env, storage_size=100, batch_size=32)
+        >>> buffer.episodes.num_envs
         2
         """
         defaults: dict[str, Any] = {}
@@ -384,8 +384,8 @@ class NStepReplayStorage(UniformReplayStorage):
     """A replay buffer with n-step returns, n = 3 by default; keywords as in `UniformReplayStorage`.
 
     >>> from gymnasium.spaces import Box, Discrete
-    >>> storage = NStepReplayStorage(Box(-1, 1, (3,)), Discrete(2), n_step=5, discount=0.9)
-    >>> storage.n_step, storage.discount
+    >>> buffer = NStepReplayStorage(Box(-1, 1, (3,)), Discrete(2), n_step=5, discount=0.9)
+    >>> buffer.n_step, buffer.discount
     (5, 0.9)
     """
 
@@ -400,12 +400,12 @@ class PrioritizedReplayStorage(UniformReplayStorage):
     Reference: Schaul et al. 2016, Prioritized Experience Replay, arXiv:1511.05952.
 
     >>> from gymnasium.spaces import Box, Discrete
-    >>> storage = PrioritizedReplayStorage(Box(-1, 1, (1,)), Discrete(2), batch_size=4)
+    >>> buffer = PrioritizedReplayStorage(Box(-1, 1, (1,)), Discrete(2), batch_size=4)
     >>> for step in range(3):
-    ...     _ = storage.record([0.0], 1, 0.5, False, step == 2, {}, [0.0])
-    >>> batch = storage.sample()
+    ...     _ = buffer.record([0.0], 1, 0.5, False, step == 2, {}, [0.0])
+    >>> batch = buffer.sample()
     >>> batch["td_error"] = torch.ones(4)  # a loss writes it
-    >>> storage.update_tensordict_priority(batch)
+    >>> buffer.update_tensordict_priority(batch)
     """
 
     __init__ = _with(UniformReplayStorage.__init__, alpha=0.6)
@@ -419,8 +419,8 @@ class EREReplayStorage(UniformReplayStorage):
     Reference: Wang & Ross 2019, arXiv:1906.04009.
 
     >>> from gymnasium.spaces import Box, Discrete
-    >>> storage = EREReplayStorage(Box(-1, 1, (3,)), Discrete(2), eta=0.99, c_min=100)
-    >>> storage.eta, storage.c_min
+    >>> buffer = EREReplayStorage(Box(-1, 1, (3,)), Discrete(2), eta=0.99, c_min=100)
+    >>> buffer.eta, buffer.c_min
     (0.99, 100)
     """
 
@@ -457,11 +457,11 @@ class HERReplayStorage(UniformReplayStorage):
     >>> from trl_storages import gym_reward
     >>> env = gymnasium.make("BitFlipping-v0", n_bits=4)
     >>> spaces = env.observation_space, env.action_space
-    >>> storage = HERReplayStorage(*spaces, reward_fn=gym_reward(env), num_goals=4, batch_size=10)
+    >>> buffer = HERReplayStorage(*spaces, reward_fn=gym_reward(env), num_goals=4, batch_size=10)
     >>> seen, _ = env.reset(seed=0)
     >>> after, *outcome = env.step(1)
-    >>> _ = storage.record(seen, 1, *outcome, after)
-    >>> storage.sample()["her_mask"].sum()
+    >>> _ = buffer.record(seen, 1, *outcome, after)
+    >>> buffer.sample()["her_mask"].sum()
     tensor(8)
     """
 

@@ -60,9 +60,9 @@ class ReplayStorageEnsemble(Strict):
     >>> from tensordict import TensorDict
     >>> from trl_storages import PackedStorage
     >>> offline, online = (ReplayStorage(storage=PackedStorage(100)) for _ in range(2))
-    >>> for storage, size in ((offline, 100), (online, 3)):
+    >>> for buffer, size in ((offline, 100), (online, 3)):
     ...     done = torch.zeros(size, 1, dtype=torch.bool)
-    ...     _ = storage.extend(TensorDict({"action": torch.rand(size), "next": {"done": done}}, [size]))
+    ...     _ = buffer.extend(TensorDict({"action": torch.rand(size), "next": {"done": done}}, [size]))
     >>> ensemble = ReplayStorageEnsemble(offline, online, shares=(0.75, 0.25), batch_size=8)
     >>> ensemble.sample()["buffer_ids"].tolist()
     [0, 0, 1, 0, 0, 0, 1, 0]

@@ -123,13 +123,13 @@ class ReplayStorage(UnsupportedMethods, Strict, TensorDictReplayBuffer):  # type
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import NStep, PackedStorage
-    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
+    >>> buffer = ReplayStorage(storage=PackedStorage(100), transform=NStep(2, 0.9), batch_size=3)
     >>> outcome = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
     >>> path = torch.rand(5, 2)
     >>> after = {"observation": path[1:], **outcome, "terminated": outcome["done"]}
-    >>> storage.extend(TensorDict({"observation": path[:-1], "next": after}, [4])).tolist()
+    >>> buffer.extend(TensorDict({"observation": path[:-1], "next": after}, [4])).tolist()
     [0, 1, 2, 3]
-    >>> storage.sample()["next", "reward"].shape
+    >>> buffer.sample()["next", "reward"].shape
     torch.Size([3, 1])
     """
 

@@ -114,8 +114,8 @@ def from_arrays(
     >>> import numpy as np
     >>> data = {"observations": np.arange(12.0).reshape(6, 2), "actions": np.zeros((6, 1)),
     ...         "rewards": np.arange(6), "terminals": [0, 0, 1, 0, 0, 0], "timeouts": [0, 0, 0, 0, 0, 1]}
-    >>> storage = from_arrays(data, float_dtype=torch.float32, batch_size=2)
-    >>> storage.episodes.table()["length"].tolist()  # the last step is an observation only
+    >>> buffer = from_arrays(data, float_dtype=torch.float32, batch_size=2)
+    >>> buffer.episodes.table()["length"].tolist()  # the last step is an observation only
     [3, 2]
     """
     infos = validation.keys("info_keys", options.get("info_keys", ()))

@@ -92,12 +92,12 @@ class PERSampler(ReplaySampler, PrioritizedSampler):  # type: ignore[misc]
 
     >>> from tensordict import TensorDict
     >>> from trl_storages import PackedStorage, ReplayStorage
-    >>> storage = ReplayStorage(storage=PackedStorage(100), sampler=PERSampler(100), batch_size=32)
+    >>> buffer = ReplayStorage(storage=PackedStorage(100), sampler=PERSampler(100), batch_size=32)
     >>> done = torch.zeros(50, 1, dtype=torch.bool)
-    >>> _ = storage.extend(TensorDict({"observation": torch.zeros(50), "next": {"done": done}}, [50]))
-    >>> batch = storage.sample()
+    >>> _ = buffer.extend(TensorDict({"observation": torch.zeros(50), "next": {"done": done}}, [50]))
+    >>> batch = buffer.sample()
     >>> batch["td_error"] = torch.rand(32)
-    >>> storage.update_tensordict_priority(batch)
+    >>> buffer.update_tensordict_priority(batch)
     """
 
     alpha: Any = Setting(validation.number, at_least=0, at_most=4)

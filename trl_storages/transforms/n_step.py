@@ -83,9 +83,9 @@ class NStep(ReplayTransform):
     Reference: Sutton 1988, Learning to predict by the methods of temporal differences.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
-    >>> storage = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, discount=0.98))
-    >>> storage.n_step = 5  # from the next batch on
-    >>> storage.transform[0]
+    >>> buffer = ReplayStorage(storage=PackedStorage(100), transform=NStep(3, discount=0.98))
+    >>> buffer.n_step = 5  # from the next batch on
+    >>> buffer.transform[0]
     NStep(n_step=5, discount=0.98)
     """
 
