@@ -229,17 +229,6 @@ class EpisodeIndex:
         """Returns the tails `[E]` that `evict(keep_steps)` would set."""
         return np.maximum(self.tails, self.cursors - keep_steps)
 
-    def evict_to_first_slots(self) -> None:
-        """Evicts all steps. The next steps are in the first slots of their lanes, with new numbers."""
-        self.evict()
-        T, newest = self.steps_per_lane, self.where[self.newest_slots()]
-        for lane in np.flatnonzero(self.cursors).tolist():
-            # The newest step is numbered as if all slots up to the end of the lane had been used.
-            end = -(-int(self.cursors[lane]) // T) * T
-            position, ends = newest[lane, None] - lane * self.entries_per_lane, np.array([SPLIT])
-            last, begins = np.array([end - 1]), np.array([True])
-            self.restore_lane(lane, last, position, begins, ends, first=last[0], tail=end)
-
     def reset(self) -> None:
         """Evicts all steps, and numbers steps from 0 again."""
         self._counters[0] += 1

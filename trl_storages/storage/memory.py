@@ -107,11 +107,8 @@ class Memory:
         return self
 
     def evict(self, keep_steps: int) -> None:
-        """Evicts all transitions except the last `keep_steps` of each lane; 0 reuses the first slots."""
-        if keep_steps:
-            self.index.evict(keep_steps)
-        else:
-            self.index.evict_to_first_slots()
+        """Evicts all transitions except the last `keep_steps` of each lane."""
+        self.index.evict(keep_steps)
 
     def validate(self) -> None:
         """Raises a RuntimeError if the index contradicts itself."""
