@@ -301,8 +301,9 @@ class EpisodeWriter(Writer):  # type: ignore[misc]
                 self._warned_of_gaps = True
                 warn_caller(
                     "a transition does not begin with the next observation of the transition before it "
-                    "in its lane: its episode is split there. Call end_episodes() where environments are "
-                    'reset early, or pass on_gap="ignore" if observations are changed between steps.'
+                    "in its lane: its episode is split there. Time is the last dimension of a batch. "
+                    "Call end_episodes() where environments are reset early, or pass on_gap='ignore' if "
+                    "observations are changed between steps."
                 )
             slots, _ = storage.append(block, cuts_gaps=cuts_gaps)
         notes.count_steps(block.lanes, len(slots))
