@@ -350,7 +350,9 @@ def shown(value: Any) -> str:
 def renamed(
     instead: Mapping[str, str],
 ) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Decorates a constructor: keywords of other libraries raise a TypeError that names the keyword here.
+    """Decorates a constructor: keywords that it lacks raise a TypeError, which may give advice.
+
+    The error names the class that was called, which may be a subclass.
 
     Args:
         instead: advice, which begins with a keyword of the constructor and "=" -> the keywords of other
