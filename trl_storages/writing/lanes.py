@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
@@ -96,34 +97,37 @@ def route(
     lane_with = {
         int(last_trajectories[lane]): lane for lane in np.flatnonzero(is_open)[::-1].tolist()
     }
-    lane_of = np.array([lane_with.get(number, -1) for number in numbers.tolist()], np.int64)
-    is_new = lane_of < 0
+    is_new = np.array([number not in lane_with for number in numbers.tolist()])
     # In a lane the trajectory that it holds comes first, and a trajectory that stays open comes last.
     order = np.lexsort((firsts, stays_open, is_new))
     num_envs = len(last_trajectories)
     lane_share = -(-len(trajectories) // num_envs)
+    is_taken = [False] * num_envs
     # The cost of a new trajectory: -1 if no episode is split, else the time of the last write.
-    cost, is_taken = np.where(is_open, written_at, -1), np.zeros(num_envs, bool)
-    cost[lane_of[~is_new]], is_taken[lane_of[~is_new]] = -1, stays_open[~is_new]
-    by_cost = cost.argsort(kind="stable")
-    by_cost = by_cost[~is_taken[by_cost]]
-    free = dict(zip(by_cost.tolist(), cost[by_cost].tolist(), strict=True))
-    for unit in order[is_new[order]].tolist():
-        if not free:
+    cost = np.where(is_open, written_at, -1).tolist()
+    # The lanes by cost. Pairs with a former cost of their lane are skipped.
+    cheapest = [*zip(cost, range(num_envs), strict=True)]
+    heapify(cheapest)
+    lane_of = np.empty(len(numbers), np.int64)
+    for unit in order.tolist():
+        lane = lane_with.get(int(numbers[unit]))
+        if lane is None:
+            while cheapest and (is_taken[cheapest[0][1]] or cost[cheapest[0][1]] != cheapest[0][0]):
+                heappop(cheapest)
+            if cheapest:
+                minimum, lane = cheapest[0]
+                flat_lane = int(firsts[unit]) // lane_share
+                can_take = not is_taken[flat_lane] and cost[flat_lane] == minimum
+                lane = flat_lane if can_take else lane
+        if lane is None:
             num_open = max(int(stays_open.sum()), num_envs + 1)
             raise ValueError(
                 f"{num_open} concurrent trajectories need as many lanes, got {num_envs}: create the "
                 f"replay buffer with num_envs={num_open}, or set `done` where trajectories end."
             )
-        lane, flat_lane = next(iter(free)), int(firsts[unit]) // lane_share
-        if free.get(flat_lane) == free[lane]:
-            lane = flat_lane
-        lane_of[unit] = lane
-        if stays_open[unit]:
-            del free[lane]
-        elif free[lane] >= 0:  # its episode is split: further trajectories that end go here, too
-            del free[lane]
-            free = {lane: -1, **free}
+        lane_of[unit], cost[lane], is_taken[lane] = lane, -1, bool(stays_open[unit])
+        if not is_taken[lane]:
+            heappush(cheapest, (-1, lane))
     ranks = order.argsort()
     counts = np.bincount(lane_of[units], minlength=num_envs)
     lanes = np.flatnonzero(counts)
