@@ -67,8 +67,8 @@ class Arena:
         lazy: Sequence[str] | None = None,
     ) -> None:
         sizes = {name: prod(shape) * np.dtype(it).itemsize for name, (it, shape) in shapes.items()}
-        most = max(lane_bytes // _PIECES, _PAGE)
-        self.piece = min(1 << (most.bit_length() - 1), _HUGE)
+        piece_bytes = max(lane_bytes // _PIECES, _PAGE)
+        self.piece = min(1 << (piece_bytes.bit_length() - 1), _HUGE)
         starts, self.num_bytes = {}, 0
         for name, size in sizes.items():
             starts[name] = self.num_bytes

@@ -244,15 +244,17 @@ class DeviceEntries:
         if k == 1 and last is entry:
             return self._from(0, W + O).index_select(0, entry)
         root = self._from(0, R).index_select(0, entry)
-        rest = self._from(R, W + O).index_select(0, last)
+        next_words = self._from(R, W + O).index_select(0, last)
         if k == 1:
-            return torch.cat([root, rest], 1)
+            return torch.cat([root, next_words], 1)
         frames, num_words = self._from(0, layout.frame_words), (k - 1) * layout.frame_words
         older, next_older = (
             frames.index_select(0, self._before(it)).view(len(entry), num_words)
             for it in (entry, last + 1)
         )
-        return torch.cat([older, root, rest[:, : W - R], next_older, rest[:, W - R :]], 1)
+        return torch.cat(
+            [older, root, next_words[:, : W - R], next_older, next_words[:, W - R :]], 1
+        )
 
     def _from(self, begin: int, end: int) -> torch.Tensor:
         """Returns words `begin` to `end` of each entry and its next entry, a view `[E M - 1, *]`."""

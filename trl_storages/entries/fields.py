@@ -74,8 +74,10 @@ class FrameStack:
                 f"a stack must have {quantity} num_frames={count} along dim={self.dim}, "
                 f"got {list(shape)}."
             )
-        rest = [*shape[:dim], *shape[dim + 1 :]]
-        return torch.Size([size // count, *rest] if dim == 0 and size > count else rest)
+        sizes = [*shape[:dim], *shape[dim + 1 :]]
+        return torch.Size(
+            [size // count, *sizes] if dim == 0 and size > count else other_sizes
+        )
 
     def frames(self, stacks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns stacks `[*B, *shape]` as frames `[*B, k, *frame_shape]`, as a view if possible."""

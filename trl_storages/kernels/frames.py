@@ -153,18 +153,18 @@ def _apply_changes(ring: Any, o: int, end: int, frame: Any) -> None:
 
 
 @inlined
-def _record_size(ring: Any, start: int, most: int) -> int:
-    """Returns the number of bytes of the record at byte `start`, header included; `most` at most."""
+def _record_size(ring: Any, start: int, max_bytes: int) -> int:
+    """Returns the number of bytes of the record at byte `start`, header included; at most `max_bytes`."""
     size = np.int64(0)
     for j in range(_HEADER):
         size |= np.int64(ring[min(start + j, ring.size - 1)]) << (8 * j)
-    return min(_HEADER + size, most)
+    return min(_HEADER + size, max_bytes)
 
 
 @inlined
-def _next_position(head: int, most: int, H: int) -> int:
-    """Returns the first position from `head` on at which a record of `most` bytes does not wrap."""
-    return head if head % H + most <= H else head + H - head % H
+def _next_position(head: int, max_bytes: int, H: int) -> int:
+    """Returns the first position from `head` on at which a record of `max_bytes` does not wrap."""
+    return head if head % H + max_bytes <= H else head + H - head % H
 
 
 @loop
@@ -340,7 +340,7 @@ def copy_in(
     F, O = store.sizes[:2]
     k, C, K = store.stack, store.record_words, store.keyframes
     M, W = len(entries) // len(store.records), entries.shape[1]
-    older, rest, last = (k - 1) * F, O - C, words.shape[1] - O
+    older, num_other, last = (k - 1) * F, O - C, words.shape[1] - O
     checksums, c = sums
     frames = np.zeros((4, C), np.int64)
     now, as_bytes = frames[1:2], frames.view(np.uint8)
@@ -358,7 +358,7 @@ def copy_in(
                 if q < p:
                     copy_words(now, 0, 0, words, i, (q - p + k - 1) * F, F)
                 else:
-                    copy_words(entries, q, 1, words, i, start + C, rest)
+                    copy_words(entries, q, 1, words, i, start + C, num_other)
                 back = (entries[q - 1, 0] & BACK) + 1 if q % M else K
                 back = back if back < K else 0
                 # A record is never compared with a keyframe if it is no larger than the last keyframe.
@@ -367,10 +367,10 @@ def copy_in(
                 if len(checksums):
                     checksums[q, NUMBER] = checksums[q, STEP] = 0
                     checksums[q, OBSERVATION] = observation_checksum(
-                        now[0], entries, q, 1, 1 + rest, c
+                        now[0], entries, q, 1, 1 + num_other, c
                     )
                 copy_words(frames, 0, 0, now, 0, 0, C)
-            copy_words(entries, p, 1 + rest, words, i, older + O, W - 1 - rest)
+            copy_words(entries, p, 1 + num_other, words, i, older + O, W - 1 - num_other)
 
 
 @loop
@@ -420,13 +420,13 @@ def are_records(words: Any, position: int, saved: Any, K: int, C: int) -> bool:
         K: interval of keyframes.
         C: words of a frame.
     """
-    most = most_bytes(8 * C)
+    max_bytes = most_bytes(8 * C)
     for i in range(len(words)):
         back, start = words[i] & BACK, (words[i] >> SHIFT) - position
         follows = i > 0 and back == (words[i - 1] & BACK) + 1 and back < K
         if not (back == 0 or follows) or start < 0 or start + _HEADER > len(saved):
             return False
-        if start + _record_size(saved, start, most) > len(saved):
+        if start + _record_size(saved, start, max_bytes) > len(saved):
             return False
     return True
 
@@ -436,11 +436,11 @@ def move_in(members: Any, first: int, num: int, position: int, saved: Any) -> No
     """Copies the saved records of a lane's first `num` entries into its ring; see `are_records`."""
     store = Store(*members)
     ring = store.records[first // (len(store.entries) // len(store.records))]
-    most, head = most_bytes(8 * store.record_words), 0
+    max_bytes, head = most_bytes(8 * store.record_words), 0
     for q in range(first, first + num):
         start = (store.entries[q, 0] >> SHIFT) - position
-        size = _record_size(saved, start, most)
-        head = _next_position(head, most, len(ring))
+        size = _record_size(saved, start, max_bytes)
+        head = _next_position(head, max_bytes, len(ring))
         begin = head % len(ring)
         ring[begin : begin + size] = saved[start : start + size]
         store.entries[q, 0] = head << SHIFT | store.entries[q, 0] & BACK

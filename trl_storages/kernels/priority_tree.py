@@ -99,8 +99,8 @@ def every_leaf(starts: np.ndarray) -> np.ndarray:
 
 
 @inlined
-def _find_child(sums: Any, first: int, rest: float) -> Any:
-    """Finds the last of eight children of positive weight whose mass begins at or below `rest`.
+def _find_child(sums: Any, first: int, mass: float) -> Any:
+    """Finds the last of eight children of positive weight whose mass begins at or below `mass`.
 
     Returns:
         the position of the child among the eight, and the mass at which it begins.
@@ -109,10 +109,10 @@ def _find_child(sums: Any, first: int, rest: float) -> Any:
     chosen, begins, ends = 0, 0.0, 0.0
     for j in range(FAN_OUT):
         ends += sums[first + j]
-        is_before = ends <= rest
+        is_before = ends <= mass
         chosen += is_before
         begins = ends if is_before else begins
-    if chosen == FAN_OUT:  # due to rounding `rest` lies beyond the last child
+    if chosen == FAN_OUT:  # due to rounding `mass` lies beyond the last child
         chosen, ends = 0, 0.0
         for j in range(FAN_OUT):
             if ends + sums[first + j] > ends:
@@ -125,10 +125,10 @@ def _find_child(sums: Any, first: int, rest: float) -> Any:
 def _join(nodes: Any, first: int, is_least: bool) -> float:
     """Returns the least of eight children if `is_least`, else their sum."""
     if is_least:
-        least = nodes[first]
+        minimum = nodes[first]
         for j in range(1, FAN_OUT):
-            least = min(least, nodes[first + j])
-        return least
+            minimum = min(minimum, nodes[first + j])
+        return minimum
     # By halves: 0 and 4, 1 and 5, 2 and 6, 3 and 7; then these four sums, then the last two.
     even = (nodes[first] + nodes[first + 4]) + (nodes[first + 2] + nodes[first + 6])
     odd = (nodes[first + 1] + nodes[first + 5]) + (nodes[first + 3] + nodes[first + 7])
@@ -272,18 +272,18 @@ def draw_leaves(
             highest = n
         total = ends[n]
     # By draw: the level of its node, and its remaining mass there.
-    levels, rest = np.empty(batch, np.int64), weights
+    levels, mass = np.empty(batch, np.int64), weights
     for i in range(batch):
-        rest[i] = (noise[i] >> 10) * 2.0**-53 * total  # uniform in [0, total)
-        n = min(np.searchsorted(ends, rest[i], side="right"), highest)
-        rest[i] -= ends[n - 1] if n else 0.0
+        mass[i] = (noise[i] >> 10) * 2.0**-53 * total  # uniform in [0, total)
+        n = min(np.searchsorted(ends, mass[i], side="right"), highest)
+        mass[i] -= ends[n - 1] if n else 0.0
         levels[i], leaves[i] = nodes[0, n], nodes[1, n]
     for level in range(1, depth + 1):
         for i in range(batch):
             if levels[i] < level:
                 first = starts[level] + leaves[i] * FAN_OUT
-                chosen, begins = _find_child(sums, first, rest[i])
-                rest[i] -= begins
+                chosen, begins = _find_child(sums, first, mass[i])
+                mass[i] -= begins
                 leaves[i] = leaves[i] * FAN_OUT + chosen
                 if level < depth:
                     prefetch(sums, starts[level + 1] + leaves[i] * FAN_OUT)
@@ -293,9 +293,9 @@ def draw_leaves(
 
 
 @loop
-def least_within(least: Any, starts: Any, ranges: Any) -> float:
+def least_within(minima: Any, starts: Any, ranges: Any) -> float:
     """Returns the least positive weight in the union of `ranges` `[2, R]`."""
     nodes, low = _cover(starts, ranges), _INFINITY
     for n in range(nodes.shape[1]):
-        low = min(low, least[starts[nodes[0, n]] + nodes[1, n]])
+        low = min(low, minima[starts[nodes[0, n]] + nodes[1, n]])
     return low

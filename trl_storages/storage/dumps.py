@@ -254,8 +254,8 @@ def _fill_lane(number: int, lane: PackedLane, index: EpisodeIndex, entries: Any)
     positions, size = lane.positions, len(lane.positions)
     steps = np.arange(lane.cursor - size, lane.cursor)
     # Steps that were overwritten during the save are left out, and the oldest steps if entries are short.
-    least = int(positions[-1]) + 2 - index.entries_per_lane + index.depth - 1
-    start = max(lane.tail - int(steps[0]), int(np.searchsorted(positions, least)))
+    first_position = int(positions[-1]) + 2 - index.entries_per_lane + index.depth - 1
+    start = max(lane.tail - int(steps[0]), int(np.searchsorted(positions, first_position)))
     start = min(start, size - 1)
     first_entry = lane.first_entry(start, index.stack)
     begun = np.flatnonzero(lane.begins[: start + 1])
