@@ -75,9 +75,7 @@ class FrameStack:
                 f"got {list(shape)}."
             )
         sizes = [*shape[:dim], *shape[dim + 1 :]]
-        return torch.Size(
-            [size // count, *sizes] if dim == 0 and size > count else other_sizes
-        )
+        return torch.Size([size // count, *sizes] if dim == 0 and size > count else sizes)
 
     def frames(self, stacks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns stacks `[*B, *shape]` as frames `[*B, k, *frame_shape]`, as a view if possible."""

@@ -39,10 +39,7 @@ def arena_sizes(layout: Layout, index: EpisodeIndex, *, is_in_file: bool = False
     lane_bytes = index.entries_per_lane * layout.entry_words * 8
     if layout.keyframes:
         room = frames.most_bytes(layout.record_words * 8)
-        shapes["records"] = (
-            np.uint8,
-            (index.num_envs, (index.entries_per_lane + 1) * room),
-        )
+        shapes["records"] = (np.uint8, (index.num_envs, (index.entries_per_lane + 1) * room))
         lane_bytes += shapes["records"][1][1]
     return {"shapes": shapes, "lane_bytes": lane_bytes}
 
