@@ -83,7 +83,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         return self.burn_in + self.length + self.bootstrap
 
     def expand(
-        self, index: Tensor, info: dict[str, Any], storage: PackedStorage | StorageView
+        self, anchors: Tensor, info: dict[str, Any], storage: PackedStorage | StorageView
     ) -> tuple[Tensor, dict[str, Any]]:
         """Expands anchors into consecutive sequences.
 
@@ -91,7 +91,7 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         repeats, so that a network which restarts there enters the episode with its first state.
 
         Args:
-            index: `[B]` int64 slots of the anchors.
+            anchors: `[B]` int64 slots of the anchors.
             info: the sampler's fields `[B, ...]`, which are repeated for each transition.
             storage: a storage with an episode index.
 
@@ -108,11 +108,11 @@ class EpisodeSequence(Sequence):  # type: ignore[misc]
         """
         S = self.num_steps
         slots, valid, begins = storage.episodes.sequences(
-            index.numpy(), self.burn_in, S, self.boundary
+            anchors.numpy(), self.burn_in, S, self.boundary
         )
         expanded = {name: value.repeat_interleave(S, 0) for name, value in info.items()}
-        expanded[keys.ANCHOR_INDEX] = index.repeat_interleave(S)
-        generations = storage.episodes.steps_of(index)
+        expanded[keys.ANCHOR_INDEX] = anchors.repeat_interleave(S)
+        generations = storage.episodes.steps_of(anchors)
         expanded[keys.ANCHOR_GENERATION] = generations.repeat_interleave(S)
         position = torch.arange(slots.size, device="cpu")
         step = position % S
