@@ -166,14 +166,16 @@ class HERSampler(WrappingSampler):
         goal_noise, strategy = noise[0], self.strategy
         mixture = ((strategy, 1.0),) if isinstance(strategy, str) else (*strategy.items(),)
         if len(goal_noise) > 1:
-            kinds = _kinds_of_batch(len(goal_noise), self.num_goals, mixture)
+            strategies = _strategies_of_batch(len(goal_noise), self.num_goals, mixture)
         else:  # the floor would always be 0
-            kinds = np.full(1, _random_kind(int(goal_noise[0]), self.num_goals, mixture), np.uint8)
+            strategies = np.full(
+                1, _random_strategy(int(goal_noise[0]), self.num_goals, mixture), np.uint8
+            )
         is_geometric = "geometric" in dict(mixture)
         steps = _geometric_steps(goal_noise, self.discount) if is_geometric else None
         index_key, mask_key = self._drawn_keys
-        info[index_key] = view.episodes.goals(slots, goal_noise, kinds, steps)
-        info[mask_key] = kinds > 0
+        info[index_key] = view.episodes.goals(slots, goal_noise, strategies, steps)
+        info[mask_key] = strategies > 0
         return slots, info
 
     def __repr__(self) -> str:
@@ -187,14 +189,14 @@ class HERSampler(WrappingSampler):
 _Mixture = tuple[tuple[str, float], ...]
 
 
-def _kinds_and_fractions(mixture: _Mixture) -> tuple[list[int], list[float]]:
+def _numbers_and_fractions(mixture: _Mixture) -> tuple[list[int], list[float]]:
     """Returns the items of `STRATEGIES` with a positive fraction, and the fractions."""
     fractions = {STRATEGIES[name]: fraction for name, fraction in mixture if fraction > 0}
     return [*fractions], [*fractions.values()]
 
 
 @lru_cache(maxsize=16)
-def _kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray:
+def _strategies_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarray:
     """Returns the goal strategy of each transition of a batch.
 
     floor(B k / (k + 1)) transitions are relabelled: k of any k + 1 neighbours. The strategies alternate
@@ -209,20 +211,20 @@ def _kinds_of_batch(size: int, num_goals: float, mixture: _Mixture) -> np.ndarra
         `[B]` uint8 of `STRATEGIES`, or 0 for a transition that keeps its goal. The array is cached and
         must not be changed.
 
-    >>> _kinds_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
+    >>> _strategies_of_batch(8, 3, (("future", 0.5), ("episode", 0.5))).tolist()
     [0, 1, 3, 1, 0, 3, 1, 3]
     """
-    kinds, fractions = _kinds_and_fractions(mixture)
+    numbers, fractions = _numbers_and_fractions(mixture)
     # For k >= B, only the first transition of the batch keeps its goal.
     period = int(min(num_goals, size)) + 1
     is_relabelled = (np.arange(size) % period > 0) | (num_goals == math.inf)
-    strategies = even_turns(num_of_each(int(is_relabelled.sum()), fractions))
-    kinds_of_batch = np.zeros(size, np.uint8)
-    kinds_of_batch[is_relabelled] = np.array(kinds, np.uint8)[strategies]
-    return kinds_of_batch
+    turns = even_turns(num_of_each(int(is_relabelled.sum()), fractions))
+    strategies_of_batch = np.zeros(size, np.uint8)
+    strategies_of_batch[is_relabelled] = np.array(numbers, np.uint8)[turns]
+    return strategies_of_batch
 
 
-def _random_kind(noise: int, num_goals: float, mixture: _Mixture) -> int:
+def _random_strategy(noise: int, num_goals: float, mixture: _Mixture) -> int:
     """Chooses the goal strategy of a batch of one transition at random.
 
     Args:
@@ -234,14 +236,14 @@ def _random_kind(noise: int, num_goals: float, mixture: _Mixture) -> int:
     Returns:
         an item of `STRATEGIES`, or 0 if the transition keeps its goal.
     """
-    kinds, fractions = _kinds_and_fractions(mixture)
+    numbers, fractions = _numbers_and_fractions(mixture)
     if num_goals < math.inf:
         noise, remainder = divmod(noise, int(num_goals) + 1)
         if not remainder:
             return 0
     chance = noise % _NUM_CHANCES / _NUM_CHANCES
     # Without the last bound, which rounding may place below 1.
-    return kinds[bisect([*accumulate(fractions[:-1])], chance)]
+    return numbers[bisect([*accumulate(fractions[:-1])], chance)]
 
 
 def _geometric_steps(noise: np.ndarray, discount: float) -> np.ndarray:
