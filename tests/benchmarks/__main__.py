@@ -23,7 +23,7 @@ from tests.benchmarks.tables import format_all, format_missed
 
 ROOT = Path(__file__).parents[2]
 # Sections that are of one number of threads, the first that is asked for.
-ONCE = ("stored_once", "mapped", "lanes", "growth", "cold", "memory")
+ONCE = ("stored_once", "mapped", "lanes", "growth", "memory")
 # One that measures memory, for which a process must not have had any that it can take again.
 FRESH = ("stored_once",)
 

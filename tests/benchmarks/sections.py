@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tests.benchmarks import memory
-from tests.benchmarks.cold_start import measure_cold_start
 from tests.benchmarks.contest import Contest, Contestant, Plan, adapter, who, write_turn
 from tests.benchmarks.data import (
     EPISODE_LENGTH,
@@ -128,16 +127,6 @@ def write_and_draw_turn(buffer: Buffer, steps: Iterator, batch_size: int) -> Tur
     return Turn(call=call, repeat=EPISODE_LENGTH)
 
 
-def cold(plan: Plan) -> Iterator[Result]:
-    """Seconds to import, and to a first batch, in a new installation and in a later process."""
-    rounds = range(max(plan.effort.rounds // 3, 1))
-    measured: dict[Contestant, list[float]] = {}
-    for _ in rounds:
-        for contestant, microseconds in measure_cold_start(plan.device).items():
-            measured.setdefault(contestant, []).append(microseconds)
-    yield from told("cold", measured, plan, rows=0, batch_size=256)
-
-
 def sequences(plan: Plan) -> Iterator[Result]:
     """32 stretches of 16 steps, one write before each draw."""
     for rows in plan.sizes:
@@ -200,7 +189,6 @@ SECTIONS: dict[str, Callable[[Plan], Iterator[Result]]] = {
     "mapped": mapped,
     "lanes": lanes,
     "growth": growth,
-    "cold": cold,
 }
 
 

@@ -93,7 +93,6 @@ def format_all(report: Report) -> Iterator[str]:
     yield from format_rest(report)
     yield from format_mapped(report)
     yield from format_once(report)
-    yield from format_cold_start(report)
     yield from format_memory(report)
 
 
@@ -311,19 +310,6 @@ def nbytes(found: Result | None, ours: Result | None) -> str:
     return many + (
         f" ({format_ratio(found.row_nbytes / ours.row_nbytes)}x)" if found is not ours else ""
     )
-
-
-def format_cold_start(report: Report) -> Iterator[str]:
-    """Gives the seconds of imports and of first batches in a sentence, if they were measured."""
-    seconds = {(r.peer, r.work): r.median / 1e6 for r in report.results if r.section == "cold"}
-    if seconds:
-        yield (
-            f"Cold start: `import trl_storages` takes {seconds['ours', 'import']:.1f} s, TorchRL's share "
-            f"{seconds['torchrl', 'import']:.1f} s. Then a buffer with HER, 200 steps and the "
-            f"first batch take {seconds['new', 'first_batch']:.1f} s in a new installation and "
-            f"{seconds['later', 'first_batch']:.1f} s in a later process."
-        )
-        yield ""
 
 
 def format_memory(report: Report) -> Iterator[str]:

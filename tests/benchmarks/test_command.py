@@ -28,17 +28,11 @@ TINY = Plan(
     peers=("ours", "torchrl", "compiled", "ring", "raw"),
     effort=Effort(rounds=2, calls=2),
 )
-COLD_START = {
-    ("torchrl", "import"): 3e6,
-    ("ours", "import"): 4e6,
-    ("new", "first_batch"): 5e6,
-    ("later", "first_batch"): 1e6,
-}
 
 
 @pytest.fixture
 def hurried(monkeypatch):
-    """Writes fewer rows, updates the narrowest network, and starts no processes."""
+    """Writes fewer rows and updates the narrowest network."""
     # What other tests imported need not be walked whenever memory is measured.
     gc.freeze()
     monkeypatch.setattr(contest, "NEW_ROWS", 4)
@@ -46,7 +40,6 @@ def hurried(monkeypatch):
     monkeypatch.setattr(network, "UPDATE_SECONDS", 0.0)
     for name, value in {"NUM_ROWS": 512, "NUM_LANES": (4,), "GROWING_LANES": (1, 8)}.items():
         monkeypatch.setattr(lanes, name, value)
-    monkeypatch.setattr(sections, "measure_cold_start", lambda device: COLD_START)
 
 
 def test_sides_take_turns_and_the_first_one_is_thrown_away():
@@ -68,7 +61,7 @@ def test_a_section_can_be_told_and_kept(section, tmp_path):
     lines = [*format_all(report), *format_missed(report), *format_lanes(report)]
     report.save(tmp_path / "results.json")
     assert Report.load(tmp_path / "results.json") == report
-    words = "| trl_storages |", "Cold start", "from a directory", "| lanes |"
+    words = "| trl_storages |", "from a directory", "| lanes |"
     assert any(word in "".join(lines) for word in words)
     assert all(np.isfinite(result.rounds).all() for result in report.results)
 
