@@ -7,7 +7,6 @@ import gymnasium
 import pytest
 from mktestdocs import check_md_file
 
-from tests.benchmarks import durability
 from tests.benchmarks.readme import updated
 from tests.benchmarks.results import Report
 from trl_storages import EpisodeSequence, HERReplayStorage, gym_reward
@@ -91,13 +90,6 @@ def test_speed_is_that_of_the_run_that_is_kept(run):
     kept = f"tests/benchmarks/{run}.json"
     for path, text in updated(Report.load(ROOT / kept), ROOT):
         assert path.read_text() == text, f"run python -m tests.benchmarks --readme {kept}"
-
-
-def test_rows_on_disk_are_as_fast_as_in_the_run_that_is_kept():
-    page = durability.PAGE.read_text()
-    assert page == durability.shown(page), (
-        "run python -m tests.benchmarks.durability --page tests/benchmarks/durability.json"
-    )
 
 
 def test_what_a_batch_holds_is_listed():

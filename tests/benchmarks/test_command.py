@@ -2,14 +2,13 @@
 
 import gc
 from dataclasses import replace
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
 from tests.benchmarks import __main__ as command
-from tests.benchmarks import contest, durability, gpu, lanes, network, sections
+from tests.benchmarks import contest, gpu, lanes, network, sections
 from tests.benchmarks.contest import Plan, adapter
 from tests.benchmarks.data import goal_columns
 from tests.benchmarks.measure import Effort, Turn, measure
@@ -81,20 +80,6 @@ def test_the_command_line_prints_and_saves(tmp_path, capsys, monkeypatch):
     command.main()
     page = (tmp_path / "tutorials/results.md").read_text()
     assert "| sample from 300 transitions | batch | trl_storages | raw gather |" in page
-
-
-def test_stores_on_disk_take_turns(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(durability, "BLOCKS", (1, 10))
-    if find_spec("lmdb") is None:
-        monkeypatch.setattr(durability, "STORES", durability.STORES[:3])
-    kept = tmp_path / "run.json"
-    line = f"--rows 1000 --rounds 1 --seconds 0 --path {tmp_path} --json {kept}"
-    durability.main(line.split())
-    printed = capsys.readouterr().out
-    marks = [f"<!-- durability: {mark} -->\n" for mark in ("begin", "end")]
-    assert durability.shown("".join(marks), kept) == printed.join(marks)
-    assert printed.count("\n") == 4 + 7
-    assert "| sample 256, us | " in printed
 
 
 @pytest.mark.gpu
