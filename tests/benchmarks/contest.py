@@ -143,13 +143,13 @@ def adapter(name: str, work: str, **attributes: Any) -> type[Buffer]:
 
 
 def who(plan: Plan, *works: str, own: tuple[str, ...] = ()) -> list[Contestant]:
-    """Lists who does a work; of this package, and of plain functions beside it, all of `own` as well."""
+    """Lists who does a work; of this package all of `own` as well."""
     found: list[Contestant] = []
     for name in plan.peers:
         peer = load_peer(name)
         is_there = plan.device == "cpu" or name in ON_CUDA
         if isinstance(peer, str) or not is_there:
             continue
-        wanted = (*own, *works) if name in ("ours", "compiled") else works
+        wanted = (*own, *works) if name == "ours" else works
         found += [(name, work) for work in wanted if work in peer.WORKS]
     return list(dict.fromkeys(found))

@@ -30,7 +30,6 @@ PARTS = {"observation": OBSERVATION_SIZE, "achieved_goal": GOAL_SIZE, "desired_g
 GOAL_SPACE = spaces.Dict(
     {name: spaces.Box(-np.inf, np.inf, (size,), np.float32) for name, size in PARTS.items()}
 )
-ACTION_SPACE = spaces.Box(-1, 1, (ACTION_SIZE,), np.float32)
 
 Columns = dict[str, np.ndarray]
 

@@ -103,7 +103,7 @@ def written_and_drawn(contest: Contest, plan: Plan) -> Iterator[Result]:
 
     All are handed arrays, as gymnasium gives them.
     """
-    sides = {("cpprb", "her"), ("compiled", "her")} & contest.buffers.keys()
+    sides = {("cpprb", "her")} & contest.buffers.keys()
     if ("ours", "her") in contest.buffers:
         contest.add(("ours", "record_her"), device=plan.device)
         sides |= {("ours", "record_her")}

@@ -39,7 +39,6 @@ TITLES = {
     "tianshou": "tianshou",
     "flashbax": "flashbax",
     "rlox": "rlox",
-    "compiled": "compiled function",
     "ring": "ring of tensors",
     "raw": "raw gather",
 }
@@ -58,8 +57,6 @@ LANE_PEERS = {
 THEIRS = {"her_n_step": "her", "everything": "her"}
 #: What cpprb does when it writes, so that its draws alone are no whole work.
 MADE_BY_WRITES = ("her", "n_step", "her_n_step", "everything")
-#: Of a plain compiled function we may take so much more.
-MOST = 1.25
 IN_LOOPS = {"loop": "between updates", "alone": "alone"}
 PLACES = {"loop": " between updates", "alone": " alone", "write_and_draw": ", write + sample"}
 NOTES = """
@@ -67,8 +64,7 @@ Microseconds, medians; brackets contain the ratio to trl_storages. One step is w
 cpprb chooses goals and computes n-step returns when it writes: it stores each transition five times for
 HER, and goals and n cannot change later. flashbax has no HER and no n-step returns; the benchmark
 computes returns from its sequences. rlox has flat observations, returns arrays and relabels by a distance
-alone. The compiled function is a plain loop that returns the same batch and
-does nothing else; the raw gather copies as many bytes.
+alone. The raw gather copies as many bytes and does nothing else.
 """
 GROWTH_NOTES = """\
 Microseconds, in buffers of two sizes. Priorities: 256 are sampled and updated after a write that is not
@@ -132,15 +128,15 @@ def format_machine(machine: dict[str, str | int]) -> str:
 
 
 def format_missed(report: Report) -> Iterator[str]:
-    """Gives, for each number of threads, where a library or a compiled function is ahead."""
+    """Gives, for each number of threads, where a library is ahead."""
     for number, threads in enumerate(sorted({result.threads for result in report.results})):
         found = list(compared(report.results, threads))
-        behind = [(ours, other) for ours, other in found if ratio(ours, other) > limit_of(other)]
+        behind = [(ours, other) for ours, other in found if ratio(ours, other) > 1]
         if number:
             yield ""
         yield (
             f"With {threads} thread{'s' * (threads > 1)}, {len(found) - len(behind)} of {len(found)} "
-            f"comparisons hold: at most the time of a library, {MOST} of a compiled function. The rest:"
+            "comparisons take at most the time of the library. The rest:"
         )
         yield ""
         for ours, other in behind:
@@ -149,10 +145,6 @@ def format_missed(report: Report) -> Iterator[str]:
                 f"- {WORKS[ours.work]}{place}, {ours.batch_size:,}: {format_ratio(ratio(ours, other))} "
                 f"of {TITLES[other.peer]} ({ours.median:,.0f} and {other.median:,.0f})."
             )
-
-
-def limit_of(other: Result) -> float:
-    return MOST if other.peer == "compiled" else 1.0
 
 
 def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, Result]]:
@@ -173,7 +165,7 @@ def compared(results: Sequence[Result], threads: int) -> Iterator[tuple[Result, 
 
 def beside(ours: Result, results: Iterable[Result], peer: str) -> Result | None:
     """Returns what a peer took for the same, or for the part of it that it has."""
-    work = ours.work if peer == "compiled" else THEIRS.get(ours.work, ours.work)
+    work = THEIRS.get(ours.work, ours.work)
     case = {name: getattr(ours, name) for name in ("section", "rows", "batch_size")}
     return pick(results, peer=peer, work=work, **case)
 

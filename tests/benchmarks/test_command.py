@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = Plan(
     rows=(200, 400),
     batch_sizes=(16, 32),
-    peers=("ours", "torchrl", "compiled", "ring", "raw"),
+    peers=("ours", "torchrl", "ring", "raw"),
     effort=Effort(rounds=2, calls=2),
 )
 

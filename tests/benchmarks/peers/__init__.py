@@ -20,7 +20,6 @@ PEERS = (
     "tianshou",
     "flashbax",
     "rlox",
-    "compiled",
     "ring",
     "raw",
 )

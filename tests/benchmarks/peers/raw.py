@@ -14,7 +14,6 @@ class Raw(Buffer):
         names = sorted(columns, key=lambda name: -columns[name].dtype.itemsize)
         layout = [(name, columns[name].dtype, columns[name].shape[1:]) for name in names]
         size = np.dtype(layout).itemsize
-        self.names = names
         self.dtype = np.dtype([*layout, ("padding", np.uint8, (-size % 8,))])
         self.rows = np.zeros(capacity, self.dtype)
         self.bytes = self.rows.view(np.int64).reshape(capacity, -1)
