@@ -130,7 +130,7 @@ class UniformReplayStorage(ReplayStorage):
             `FrameStack` selects the fields.
         compress: whether to store stacks of frames, and observations that are uint8 with two dimensions
             or more, losslessly as what changed since the step before. Batches are the same, and frames of
-            Atari take 20 to 60 times less memory. `device` must be the CPU: see the guide on pixels.
+            Atari take 15 to 26 times less memory. `device` must be the CPU: see the guide on pixels.
         extra_fields: key -> (dtype, shape) of further fields, such as recurrent states or
             log-probabilities. `record` takes them from the infos: pass `{**info, "state": state}`, or
             `{**info, "state": state, "next": {"state": next_state}}` if both are fields.
