@@ -86,12 +86,16 @@ class SamplingPipeline:
             for it in transforms
         ]
 
-    @property
-    def batch_transforms(self) -> list[Transform]:
-        """The transforms of batches: all that are not `ReplayTransform`s."""
+    def _notice_changes(self) -> None:
+        """Sorts the transforms again if one was added, replaced or removed."""
         # `_modules`, because the public accessors of a module take several times as long.
         if [*self._transform._modules["transforms"]._modules.values()] != self._transforms:
             self._arrange()
+
+    @property
+    def batch_transforms(self) -> list[Transform]:
+        """The transforms of batches: all that are not `ReplayTransform`s."""
+        self._notice_changes()
         return self._batch_transforms
 
     def sample(
@@ -109,8 +113,7 @@ class SamplingPipeline:
         Raises:
             RuntimeError: the storage is empty, or the sampler chooses goals that no transform writes.
         """
-        if [*self._transform._modules["transforms"]._modules.values()] != self._transforms:
-            self._arrange()
+        self._notice_changes()
         if self._storage.is_evicting_early:
             self._storage.warn_of_early_eviction()
         view = self._storage.view()

@@ -187,7 +187,7 @@ class UniformSampler(ReplaySampler):
         without_replacement: whether to sample in epochs, in random order: each transition that is stored
             when an epoch begins is sampled once, unless it is evicted first. The last batch of an epoch
             is completed with transitions of the next epoch, and ends an iteration over the buffer
-            (`for batch in storage`). A reader of a directory that another process writes skips a few
+            (`for batch in buffer`). A reader of a directory that another process writes skips a few
             more transitions: those that are sampled in place of overwritten ones.
 
     >>> from trl_storages import PackedStorage, ReplayStorage
